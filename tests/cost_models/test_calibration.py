@@ -4,7 +4,9 @@ import random
 import statistics
 
 import msgspec
+import pytest
 
+from autopar.base.errors import InputError
 from autopar.cost_models import (
     Cluster,
     OpCall,
@@ -100,3 +102,13 @@ def _scaled(times, factor):
         spread=0.0,
         num_samples=1,
     )
+
+
+def test_what_is_no_measured_call_is_refused() -> None:
+    pair = next(iter(_measured(1, 1, noise=0.0)))
+    for wrong in ([1], [(pair[0],)], [pair[::-1]], [None], 3, "x"):
+        with pytest.raises(InputError, match="pass pairs of OpCall and OpTime"):
+            calibrate(DEVICE, wrong)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="device is None; pass a DeviceSpec"):
+        calibrate(None, [pair])  # type: ignore[arg-type]
+    assert calibrate(DEVICE, iter([pair])) == calibrate(DEVICE, [pair])
