@@ -19,7 +19,7 @@ from autopar.planning.constraints import Force, narrow
 from autopar.planning.planner import make_planned
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.problem import price_graph
-from autopar.pricing.step_time import time_parts
+from autopar.pricing.step_time import _beyond, time_parts
 from autopar.pricing.tables import Pricing
 from autopar.search import solve
 from tests.models.zoo import build
@@ -110,6 +110,15 @@ def test_a_step_takes_what_two_queues_take(plan: str, slowdown: float, released:
     if released:
         candidate = replace(candidate, released=candidate.priced.parameters())
     assert time_parts(candidate).step_s == pytest.approx(stepped_s(candidate), rel=5e-3)
+
+
+def test_a_difference_that_rounding_makes_is_no_time() -> None:
+    """It may be negative, and would be reported as -0.0 us."""
+    longer_s, shorter_s = 0.3, 0.1 + 0.2
+    assert longer_s < shorter_s
+    assert str(_beyond(longer_s, shorter_s)) == "0.0"
+    assert _beyond(0.3 + 1e-9, 0.3) == pytest.approx(1e-9)
+    assert _beyond(0.3, 0.4) == pytest.approx(-0.1)
 
 
 @pytest.mark.parametrize("slowdown", SLOWDOWNS)

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from autopar.pricing.block_times import BlockTimes, reading_blocks
 from autopar.pricing.candidate import Candidate
 
+ROUNDING = 1e-12
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeParts:
@@ -61,10 +63,16 @@ def time_parts(candidate: Candidate) -> TimeParts:
     return TimeParts(
         forward_s=passes * forward_s,
         backward_s=passes * backward_s,
-        communication_s=passes * (passes_s - forward_s - backward_s),
+        communication_s=passes * _beyond(passes_s, forward_s + backward_s),
         update_s=passes * sum(times.update_s.values()),
-        hidden_s=passes * (forward_s + backward_s + own_s - passes_s),
+        hidden_s=passes * _beyond(forward_s + backward_s + own_s, passes_s),
     )
+
+
+def _beyond(longer_s: float, shorter_s: float) -> float:
+    """The difference of two sums of times; 0 for one that rounding makes, which may be negative."""
+    difference_s = longer_s - shorter_s
+    return difference_s if abs(difference_s) > ROUNDING * longer_s else 0.0
 
 
 def _moves(candidate: Candidate, moves_s: Mapping[int, float]) -> tuple[dict[str, float], float]:
