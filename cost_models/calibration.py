@@ -7,9 +7,11 @@ kind that are not present.
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from autopar.base.documents import shown
+from autopar.base.errors import InputError
 from autopar.cost_models.calls import OpCall
 from autopar.cost_models.compute import peak_flops_per_s
 from autopar.cost_models.efficiency import (
@@ -63,12 +65,14 @@ def calibrate(device: DeviceSpec, measured: Iterable[tuple[OpCall, OpTime]]) -> 
     """Fit the efficiencies of ``device`` to ``measured`` by least absolute error of logarithms.
 
     For the uncertainty, each family is fitted to one half of its samples and tested on the other,
-    both ways; the returned table is fitted to all samples.
+    both ways; the returned table is fitted to all samples. Raises InputError for another type of
+    either.
     """
+    pairs = list(_checked(device, measured))
     start = TABLES[device.kind]
     families = dict(start.families)
     uncertainty = {}
-    for family, samples in _by_family(device, measured).items():
+    for family, samples in _by_family(device, pairs).items():
         if len(samples) < _MIN_SAMPLES:
             continue
         unseen = []
@@ -85,6 +89,23 @@ def calibrate(device: DeviceSpec, measured: Iterable[tuple[OpCall, OpTime]]) -> 
             num_samples=len(samples),
         )
     return Calibration(table=replace(start, families=families), uncertainty=uncertainty)
+
+
+def _checked(
+    device: DeviceSpec, measured: Iterable[tuple[OpCall, OpTime]]
+) -> Iterator[tuple[OpCall, OpTime]]:
+    """The measured pairs; raises InputError for what is no device or no such pair."""
+    if not isinstance(device, DeviceSpec):
+        raise InputError(f"device is {shown(device)}; pass a DeviceSpec, such as cluster.device")
+    for pair in measured if isinstance(measured, Iterable) else (measured,):
+        match pair:
+            case (OpCall(), OpTime()):
+                yield pair
+            case _:
+                raise InputError(
+                    f"measured has {shown(pair)}; pass pairs of OpCall and OpTime, such as the "
+                    "measured_call of the ops of compiled.profile(...)"
+                )
 
 
 def _by_family(

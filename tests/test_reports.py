@@ -16,13 +16,13 @@ from autopar import Cluster, Force, MemoryBudget, Plan
 from autopar.base.errors import InputError, PlanError
 from autopar.base.units import format_bytes, format_seconds
 from autopar.cli import main
-from autopar.plans.alternatives import alternatives
+from autopar.plans.alternatives import alternatives, alternatives_section
 from autopar.plans.blocks import folded, parameters_of_blocks
 from autopar.plans.explanation import _changes
 from autopar.plans.figures import figure_data
 from autopar.plans.layout import Section, text_lines
 from autopar.plans.parts import MODULE_TIMES
-from autopar.plans.strategy_names import DATA, MEGATRON, ZERO3, name_of
+from autopar.plans.strategy_names import DATA, MEGATRON, TENSOR, ZERO1, ZERO2, ZERO3, name_of
 from autopar.plans.summary import LINES, WIDTH, needed_bytes, summary_sections
 from autopar.plans.text import plan_sections
 from autopar.plans.timeline import predicted_timeline
@@ -466,6 +466,21 @@ def test_a_strategy_of_two_parts_is_named_whole() -> None:
     plan = Plan.from_json(json.dumps(document))
     assert alternatives(plan)[0].name == "FSDP x Megatron TP"
     assert "x as fast as FSDP x Megatron TP model" in " ".join(str(plan).split())
+
+
+def test_equal_alternatives_are_named_whole() -> None:
+    document = json.loads(planned("free").to_json())
+    known = dict(
+        document["search"]["baselines"][DATA], mesh="x=2 x y=2", note="a note as long as any is"
+    )
+    names = [name_of(data, tensor) for tensor in (TENSOR, MEGATRON) for data in (ZERO1, ZERO2)]
+    document["search"]["baselines"] = dict.fromkeys(names, known)
+    document["search"]["considered"] = {}
+    plan = Plan.from_json(json.dumps(document))
+    text = "\n".join(text_lines(alternatives_section(plan, 9)))
+    assert "..." not in text
+    assert [e.name for e in alternatives(plan)] == ["ZeRO-1/2 x TP, ZeRO-1/2 x Megatron TP"]
+    assert max(map(len, text.splitlines())) <= WIDTH
 
 
 def test_layers_of_one_and_of_two_digits_are_alike() -> None:

@@ -188,6 +188,7 @@ def alternatives_section(plan: PlanFields, num_rows: int) -> Section:
             for each in rows
         ),
         notes=tuple(note for note in notes if note),
+        wraps=True,
     ).used_columns()
 
 
