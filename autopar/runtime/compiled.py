@@ -24,6 +24,7 @@ from autopar.frontend.capture import Captured, check_model
 from autopar.frontend.copies import without_data
 from autopar.lowering.types import RankProgram
 from autopar.movement.execution import Movement
+from autopar.plans.text import inputs_text
 from autopar.runtime.checkpointing import PeriodicCheckpoints
 from autopar.runtime.habits import (
     IN_EVAL_MODE,
@@ -389,10 +390,9 @@ class Compiled(ModuleHabits, Closing):
         if not is_count(num_steps):
             raise InputError(f"num_steps is {num_steps!r}; it must be a whole number, at least 1")
         if self._trainings.call(args, kwargs, local=local).slot:
-            planned = ", ".join(f"{n} {text}" for n, text in self.plan.graph.inputs.items())
             raise InputError(
-                f"the plan predicts steps of batches of {planned}; profile() compares with it, so "
-                "pass a batch of those sizes"
+                f"the plan predicts steps of batches of {inputs_text(self.plan)}; profile() "
+                "compares with it, so pass a batch of those sizes"
             )
         steps = []
         with self._launched():
