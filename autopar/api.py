@@ -96,7 +96,8 @@ def plan(
       the model is trained: gradients of other tensors that it uses are refused.
     * ``mesh``: axis names and sizes, outermost first. By default every factorisation is tried;
       sizes that are None are searched: ``{"dp": None, "tp": 2}``. In a pipeline it is the mesh of
-      each pipeline rank.
+      each pipeline rank. More than three axes are searched with adjacent ones merged, but for those
+      that ``constraints`` name.
     * ``constraints``: strategies to force or forbid, placements to pin, a memory budget; see
       `autopar.planning.constraints`.
     * ``num_microbatches``: split the batch into this many equal micro-batches, computed in sequence

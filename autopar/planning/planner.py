@@ -182,7 +182,7 @@ def _fitted(search: Search) -> tuple[Search, Fitted]:
     if opened is not None and opened is not search:
         attempt(opened, moves=bool(space.offload))
     if opened is not None and (space.is_open or opened.space.has_pipelines):
-        found += _without_pipeline(opened, found, is_whole_tried=bool(fits) and not space.is_open)
+        found += _without_pipeline(opened, found, skips_whole=not space.is_open)
     if is_last and search.options[0].time_s < _fastest_s(found):
         attempt(search, moves=bool(space.offload))
     if not found and setting.moves_at_last:
@@ -218,14 +218,14 @@ def _failure(fits: Sequence[Fit]) -> ConstraintError:
 
 
 def _without_pipeline(
-    search: Search, found: Sequence[tuple[Search, Fitted]], *, is_whole_tried: bool
+    search: Search, found: Sequence[tuple[Search, Fitted]], *, skips_whole: bool
 ) -> list[tuple[Search, Fitted]]:
     """The fastest plan without a pipeline that fits; none unless an open space has options without
     one that are faster by estimate than what it ``found``, or had no time for the whole batch.
 
     Such options did not fit as they were. The search of an open space shrinks each a few times
-    only, that of a single point goes on until a sharding fits; ``is_whole_tried``: as was done for
-    the whole batch at once.
+    only, that of a single point goes on until a sharding fits. ``skips_whole``: the whole batch at
+    once has such a search of its own.
     """
     setting, space = search.setting, search.space
     time_s = _fastest_s(found)
@@ -233,11 +233,11 @@ def _without_pipeline(
         each.combination
         for each in sorted(search.options, key=lambda option: option.time_s)
         if each.choice is None and each.time_s < time_s
-        if not (is_whole_tried and each.combination.num_microbatches == 1)
+        if not (skips_whole and each.combination.num_microbatches == 1)
     ]
     if faster:
         num = faster[0].num_microbatches
-    elif not is_whole_tried and _is_untried(search) and search.bound_s < time_s:
+    elif not skips_whole and _is_untried(search) and search.bound_s < time_s:
         num = 1
     else:
         return []

@@ -1,4 +1,4 @@
-"""What a search for a plan found, and when: it is kept beside the plan, never in its JSON."""
+"""The progress of the search for a plan, kept beside the plan and never in its JSON."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 
 class SearchMoment(NamedTuple):
-    """What was known ``elapsed_s`` wall seconds after a search began, and what it did then.
+    """The state of a search ``elapsed_s`` seconds of wall time after it began.
 
-    ``best_s`` is the fastest step found so far that is estimated to fit the memory, ``fits_s`` the
-    fastest that was lowered and counted to fit, ``bound_s`` a lower bound on the step of every plan
-    in the spaces that were begun, which sinks where a larger one is; None where there is none yet.
+    ``doing`` is the line of progress shown then. ``best_s`` is the fastest step so far that is
+    estimated to fit the memory, ``fits_s`` the fastest that was lowered and counted to fit,
+    ``bound_s`` a lower bound on the steps of all spaces searched so far, which falls when a larger
+    space is opened; None where there is none yet.
     """
 
     elapsed_s: float

@@ -12,7 +12,7 @@ import functools
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.base.units import format_seconds
@@ -106,9 +106,10 @@ def _measured(
 ) -> dict[tuple[str, int | None], float]:
     """Seconds by block and place of an op in it, or None for the block's backward pass."""
     samples: defaultdict[tuple[str, int | None, int], list[float]] = defaultdict(list)
+    places_of = functools.cache(_places)
     for step in steps:
         for rank, found in enumerate(step):
-            for (block, place), time_s in _by_op(program, found).items():
+            for (block, place), time_s in _by_op(program, found, places_of).items():
                 samples[block, place, rank].append(time_s)
     slowest: dict[tuple[str, int | None], float] = {}
     for (block, place, _), times in samples.items():
@@ -118,7 +119,9 @@ def _measured(
 
 
 def _by_op(
-    program: RankProgram, found: Sequence[OpSeconds]
+    program: RankProgram,
+    found: Sequence[OpSeconds],
+    places_of: Callable[[Kernel], tuple[int | None, ...]],
 ) -> Mapping[tuple[str, int | None], float]:
     """The nodes of each op together, and all nodes of a block's backward graphs; redistributions
     in forward graphs belong to no op."""
@@ -127,12 +130,11 @@ def _by_op(
         block = program.blocks[each.block]
         if each.phase is not Phase.FORWARD:
             totals[block.name, None] += each.time_s
-        elif (place := _places(program.kernels[block.kernel])[each.node]) is not None:
+        elif (place := places_of(program.kernels[block.kernel])[each.node]) is not None:
             totals[block.name, place] += each.time_s
     return totals
 
 
-@functools.lru_cache(maxsize=1024)
 def _places(kernel: Kernel) -> tuple[int | None, ...]:
     """The place in its block of the op of each node of a forward graph."""
     return tuple(op_place(node) for node in kernel.forward.graph.nodes)

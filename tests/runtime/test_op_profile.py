@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,19 +19,6 @@ from autopar.runtime.profile import Profile
 from tests.models.zoo import build
 
 ADAM = functools.partial(torch.optim.Adam, lr=1e-3)
-KINDS: dict[str, dict[str, Any]] = {
-    "data parallel": {"num_microbatches": 2, "constraints": autopar.Force("data_parallel")},
-    "pipeline": {"schedule": "1f1b", "num_stages": 2, "num_microbatches": 4},
-}
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def profiled(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Profile]]:
-    model, make_batch = build("gpt2")
-    with autopar.compile(
-        model, 2, make_batch(0), optimizer=ADAM, profile_limit_s=0.0, **KINDS[request.param]
-    ) as compiled:
-        yield compiled, compiled.profile(num_steps=2, **make_batch(1))
 
 
 def test_every_op_that_computes_and_every_backward_pass_is_timed(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +14,8 @@ import torch
 import autopar
 from autopar.base.errors import InputError
 from autopar.runtime.profile import Profile
-from tests.models.zoo import build
 
 ADAM = functools.partial(torch.optim.Adam, lr=1e-3)
-KINDS: dict[str, dict[str, Any]] = {
-    "data parallel": {"num_microbatches": 2, "constraints": autopar.Force("data_parallel")},
-    "pipeline": {"schedule": "1f1b", "num_stages": 2, "num_microbatches": 4},
-}
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def profiled(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Profile]]:
-    model, make_batch = build("gpt2")
-    with autopar.compile(
-        model, 2, make_batch(0), optimizer=ADAM, profile_limit_s=0.0, **KINDS[request.param]
-    ) as compiled:
-        yield compiled, compiled.profile(num_steps=3, **make_batch(1))
 
 
 def test_a_batch_of_other_sizes_is_not_compared_with_the_plan() -> None:

@@ -23,10 +23,10 @@ from autopar.plans.parts import PlanFields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchChart:
-    """What was known from each of the moments on: seconds since the search began, and of a step.
+    """Step times over the progress of a search, each valid from its ``elapsed_s`` on.
 
-    ``best_s``: of the best option that is estimated to fit, ``fits_s`` that is counted to fit,
-    ``bound_s`` of the lower bound; None where there is none yet.
+    ``best_s``: the best step that is estimated to fit the memory; ``fits_s``: the best that is
+    counted to fit; ``bound_s``: the lower bound; None where there is none yet. All in seconds.
     """
 
     title: str
