@@ -160,6 +160,7 @@ _BOUND_RULES: dict[str, Callable[[OpCall], dict[int, int]]] = {
     "index": _index_list_bounds,
     "index_put": _index_list_bounds,
     "_unsafe_index": _index_list_bounds,
+    "autopar.routed_product": lambda call: {2: call.tensor(1, "weight").shape[0]},
 }
 
 

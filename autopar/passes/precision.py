@@ -15,8 +15,8 @@ import torch
 
 from autopar.frontend.capture import Captured
 from autopar.frontend.low_precision import DTYPES
-from autopar.ir.blocks import cut_into_blocks
 from autopar.ir.graph import Graph, Mixed, Op
+from autopar.ir.rebuild import rebuilt
 
 _CAST = torch.ops.aten._to_copy.default
 
@@ -62,25 +62,7 @@ def _output(op: Op) -> int:
 
 
 def _without(graph: Graph, casts: Mapping[int, Op]) -> Graph:
-    """The graph with each cast's result read from its parameter, and numbered anew."""
-    source = {_output(op): parameter for parameter, op in casts.items()}
+    """The graph with each cast's result read from its parameter."""
     dropped = {op.index for op in casts.values()}
-    number: dict[int, int] = {}
-    for value in graph.values:
-        if value.index not in source:
-            number[value.index] = len(number)
-    number |= {made: number[parameter] for made, parameter in source.items()}
-
-    values = tuple(replace(v, index=number[v.index]) for v in graph.values if v.index not in source)
     kept = [op for op in graph.ops if op.index not in dropped]
-    ops = tuple(op.renumbered(place, number) for place, op in enumerate(kept))
-    return replace(
-        graph,
-        values=values,
-        ops=ops,
-        blocks=cut_into_blocks(ops, values),
-        inputs=tuple(number[i] for i in graph.inputs),
-        loss=None if graph.loss is None else number[graph.loss],
-        outputs=tuple(number[i] for i in graph.outputs),
-        mutations=tuple((number[b], number[n]) for b, n in graph.mutations),
-    )
+    return rebuilt(graph, kept, graph.values, {_output(op): p for p, op in casts.items()})

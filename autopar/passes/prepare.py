@@ -14,6 +14,7 @@ from autopar.base.errors import InputError
 from autopar.frontend.capture import Captured
 from autopar.passes.batch_norm import BatchNorm, with_batch_norm
 from autopar.passes.precision import with_stored_precision
+from autopar.passes.row_order import with_rows_in_order
 from autopar.sharding.microbatches import Microbatches, with_explicit_totals
 from autopar.sharding.strategy import Analysis
 
@@ -67,4 +68,5 @@ def prepare(
     """A capture behind every pass; what is prepared already stays as it is."""
     if isinstance(captured, Prepared):
         return captured
-    return Prepared(with_batch_norm(with_stored_precision(captured), batch_norm))
+    captured = with_rows_in_order(with_stored_precision(captured))
+    return Prepared(with_batch_norm(captured, batch_norm))

@@ -1,7 +1,12 @@
-"""Grouped matrix products (mixture of experts): rows, columns, inner dimension, experts free."""
+"""Products of rows with the weights of their experts: rows, columns, inner dimension, experts free.
+
+`autopar.ir.routed_product` takes the expert of each row; PyTorch's grouped product takes rows that
+are sorted by expert.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,16 +14,95 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import autopar.ir.routed_product  # noqa: F401 - defines the operator
 from autopar.cost_models.calls import OpCall, TensorSpec
+from autopar.cost_models.matrix_work import product
+from autopar.cost_models.work import MatrixShape, OpWork, Work
 from autopar.ir.choice import Choice
 from autopar.ir.graph import Op, Value
 from autopar.ir.mesh import Mesh
 from autopar.rules.context import LocalContext
+from autopar.rules.derivative import KEEPS_FACTORS
 from autopar.rules.kernels import LocalCall, Phase
 from autopar.rules.registry import register
 from autopar.rules.space import Space, SpaceBuilder, layout
 
 Outputs = Sequence[Value | None]
+
+
+# --- rows in any order ---------------------------------------------------------------------
+def _routed_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The product on a shard; where experts are split, rows of other devices' experts are zero."""
+    x, weight, expert = args
+    result: Tensor = context.op.target(x, weight, expert - context.shard_start(expert, "e"))
+    return result
+
+
+def _routed_kernels(
+    op: Op, space: Space, choice: Choice, mesh: Mesh, plain: OpCall
+) -> tuple[LocalCall, ...] | None:
+    """The calls for split experts: a product of this device's rows, among the rows of all.
+
+    The slowest device has the most rows: for tokens that choose experts at random, ``m`` rows a
+    device on average, about ``sqrt(2 m ln(devices))`` more.
+    """
+    num = mesh.size(choice.axes_of("e"))
+    if num == 1:
+        return None
+    x, weight, expert = plain.tensors()
+    repeats, mean = max(1, expert.shape[0] // max(1, x.shape[0])), expert.shape[0] / num
+    most = min(expert.shape[0], math.ceil(mean + math.sqrt(2 * mean * math.log(num))))
+    rows = max(1, math.ceil(most / repeats))
+    routed = OpCall(
+        plain.target,
+        (replace(x, shape=(rows, x.shape[1])), weight, replace(expert, shape=(rows * repeats,))),
+    )
+    out = TensorSpec((expert.shape[0], weight.shape[2]), x.dtype, None, x.requires_grad)
+    others = OpCall("aten.where.ScalarOther", (TensorSpec((out.shape[0], 1), torch.bool), out, 0))
+    return tuple(LocalCall(call=call, phase=Phase.BOTH) for call in (routed, others))
+
+
+def _routed_work(call: OpCall) -> OpWork:
+    """A product of every row, and the gathering and scattering of rows by expert."""
+    x, weight, expert = call.tensors()
+    sizes = MatrixShape(m=expert.shape[0], n=weight.shape[2], k=x.shape[1])
+    rows = replace(x, shape=(sizes.m, sizes.k))
+    out_bytes = sizes.m * sizes.n * x.dtype.itemsize
+    found = product(rows, weight, sizes, out_bytes)
+    moved = Work(size_bytes=2 * (rows.size_bytes + out_bytes), num_kernels=2)
+    return replace(
+        found,
+        forward=found.forward + moved,
+        input_grad=found.input_grad + moved if x.requires_grad else found.input_grad,
+        weight_grad=found.weight_grad + moved if weight.requires_grad else found.weight_grad,
+    )
+
+
+@register(
+    "autopar.routed_product.default",
+    lower=_routed_local,
+    kernels=_routed_kernels,
+    keeps=KEEPS_FACTORS,
+    work=_routed_work,
+)
+def routed_product_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    """``x[t, k] w[e, k, n]`` for the ``r`` experts of each row: ``[(t, r), n]``."""
+    x, weight, expert = (v.shape for v in inputs)
+    builder = SpaceBuilder()
+    t, k = builder.dim("t", x[0]), builder.dim("k", x[1])
+    e, n = builder.dim("e", weight[0]), builder.dim("n", weight[2])
+    r = builder.whole(expert[0] // max(1, x[0]))
+    return builder.build(
+        [layout(t, k), layout(e, k, n), layout((t, r))],
+        [layout((t, r), n)],
+        sums=frozenset({k, e}),
+        plain=frozenset({e}),
+        clean=(t, k, n, e),
+        anchor=True,
+    )
+
+
+# --- rows sorted by expert -----------------------------------------------------------------
 
 
 def _grouped_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -65,8 +149,8 @@ def _grouped_kernels(
             OpCall("aten.where.ScalarOther", (TensorSpec((rows.shape[0], 1), torch.bool), rows, 0)),
         )
     ]
-    product = OpCall(plain.target, (own, weight, own_ends))
-    return tuple(LocalCall(call=call, phase=Phase.BOTH) for call in (*moves, product))
+    grouped = OpCall(plain.target, (own, weight, own_ends))
+    return tuple(LocalCall(call=call, phase=Phase.BOTH) for call in (*moves, grouped))
 
 
 @register(

@@ -86,7 +86,7 @@ class Case:
         if kind not in SINGLE_PRECISION:
             self.model = model.double()
             self.batches = [to_double(batch) for batch in self.batches]
-        self.captured = capture(self.model, self.batches[0])
+        self.captured = prepare(capture(self.model, self.batches[0])).captured
         self.tolerance = TOLERANCE.get(kind, 1e-9)
 
     @functools.cached_property

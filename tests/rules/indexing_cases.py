@@ -128,6 +128,13 @@ def grouped_mm(draw: Draw, new: New):
     return new(s, k), new(e, k, n), ends.to(torch.int32)
 
 
+@case("autopar.routed_product.default")
+def routed_product(draw: Draw, new: New):
+    t, e, r = draw(SIZES), draw(st.integers(1, 6)), draw(st.integers(1, 3))
+    k, n = draw(SIZES), draw(SIZES)
+    return new(t, k), new(e, k, n), new.index(e, t * r)
+
+
 @case("aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input")
 def conv_transpose(draw: Draw, new: New, target: str = ""):
     spatial = int(target.split("transpose")[1][0])

@@ -1,0 +1,455 @@
+"""Rows that are sorted only to be grouped by expert keep their own order.
+
+Mixtures of experts sort the rows of all tokens by expert, compute row by row, and put the rows
+back. A sort of the whole batch cannot be split, so neither could anything behind it. But no result
+depends on the order in between: the pass computes each row where it was.
+
+In: a graph. Out: the graph with every such sort left out, with everything that only carries its
+permutation; grouped products become `autopar.ir.routed_product`. Values in between, where they keep
+their index, hold the same rows in their own order. That an op treats rows alike is read off its
+iteration space: the dimension of the rows is free. A sort with any other use of its permutation, or
+whose order is visible (a random op draws by position), stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from autopar.frontend.capture import Captured
+from autopar.ir.graph import Graph, Op, Ref, Value, ValueKind, map_refs
+from autopar.ir.random_ops import draws
+from autopar.ir.rebuild import rebuilt
+from autopar.ir.routed_product import ROUTED_PRODUCT
+from autopar.rules import space_of
+from autopar.rules.space import Space
+
+_ATEN = torch.ops.aten
+_SORTS = ("aten.sort.default", "aten.sort.stable")
+_ARGSORTS = ("aten.argsort.default", "aten.argsort.stable")
+_GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
+_CASTS = ("aten._to_copy.default", "aten.clone.default", "aten.alias.default")
+_RESHAPES = (
+    "aten.view.default", "aten.reshape.default", "aten._unsafe_view.default",
+    "aten.unsqueeze.default", "aten.squeeze.dim", "aten.expand.default",
+)  # fmt: skip
+_LIKES = ("aten.empty_like.default", "aten.zeros_like.default")
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """Rows in the order of the sort. The value itself now has them in their own order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """Rows in the order of the sort; in their own, ``num`` copies of each row of ``source``."""
+
+    source: int
+    num: int
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """For each sorted row, its own index divided by ``num``, along the first dimension."""
+
+    num: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inverse:
+    """The inverse permutation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """The rows of each of ``num`` experts, or where ``are_ends`` the end of each expert's rows."""
+
+    num: int
+    are_ends: bool
+
+
+State = Sorted | Repeated | Token | Inverse | Counts
+_ORDER = Token(1)
+
+
+class _Visible(Exception):
+    """The order of the rows can be seen in a result."""
+
+
+def with_rows_in_order(captured: Captured) -> Captured:
+    """The same capture without sorts that only group rows."""
+    graph = captured.graph
+    for name in [op.name for op in graph.ops if _sorts_numbers(graph, op)]:
+        sort = next(op for op in graph.ops if op.name == name)
+        try:
+            graph = _Rewrite(graph, sort).run()
+        except _Visible:
+            continue
+    return captured if graph is captured.graph else replace(captured, graph=graph)
+
+
+def _sorts_numbers(graph: Graph, op: Op) -> bool:
+    """Whether an op sorts a vector of integers."""
+    if op.target_name not in (*_SORTS, *_ARGSORTS):
+        return False
+    numbers = graph.values[op.inputs[0]]
+    return len(numbers.shape) == 1 and not numbers.dtype.is_floating_point and not numbers.fixed
+
+
+class _Rewrite:
+    """One sort and all that its order reaches."""
+
+    def __init__(self, graph: Graph, sort: Op) -> None:
+        self.graph = graph
+        self.sort = sort
+        self.ids = sort.inputs[0]
+        self.num_rows = graph.values[self.ids].shape[0]
+        self.values = list(graph.values)
+        self.producers = graph.producers()
+        self.states: dict[int, State] = {}
+        self.read_from: dict[int, int] = {}
+        self.ops: list[Op] = []
+
+    def run(self) -> Graph:
+        """The graph without the sort; raises _Visible where it has to stay."""
+        graph = self.graph
+        for op in graph.ops[: self.sort.index]:
+            self._note_counts(op)
+            self.ops.append(op)
+        self._begin()
+        for op in graph.ops[self.sort.index + 1 :]:
+            self._rewrite(op)
+        ends = {graph.loss, *graph.outputs, *(new for _, new in graph.mutations)}
+        if any(self._is_ordered(i) for i in ends if i is not None):
+            raise _Visible
+        return rebuilt(graph, self.ops, self.values, self.read_from)
+
+    def _begin(self) -> None:
+        order = self.sort.outputs[-1]
+        if order is not None:
+            self.states[order] = _ORDER
+        if self.sort.target_name in _SORTS and (ordered := self.sort.outputs[0]) is not None:
+            self._same_rows(ordered, self.ids)
+
+    def _is_ordered(self, value: int) -> bool:
+        """Whether a value depends on the order of the sorted rows."""
+        state = self.states.get(value)
+        return state is not None and not isinstance(state, Counts)
+
+    def _same_rows(self, sorted_value: int, own: int) -> None:
+        """Note that a sorted value has the rows of another in the order of the sort."""
+        self.states[sorted_value] = Sorted()
+        self.read_from[sorted_value] = own
+
+    def _rewrite(self, op: Op) -> None:
+        """Add what ``op`` becomes; raises _Visible where it depends on the order itself."""
+        is_noted = self._note_counts(op)
+        if is_noted or not any(self._is_ordered(i) for i in op.inputs):
+            self.ops.append(op)
+            return
+        cases = (
+            self._permutation, self._picked, self._put_back, self._product, self._summed,
+            self._row_wise,
+        )  # fmt: skip
+        if not any(case(op) for case in cases):
+            raise _Visible
+
+    # --- permutations -----------------------------------------------------------------------
+    def _permutation(self, op: Op) -> bool:
+        """Ops that carry the permutation itself, which disappear."""
+        out, state = op.outputs[-1], self.states.get(op.inputs[0])
+        found: State | None = None
+        if out is None:
+            return False
+        if state == _ORDER and op.target_name in (*_SORTS, *_ARGSORTS):
+            found = Inverse() if not any(o is not None for o in op.outputs[:-1]) else None
+        elif state == _ORDER and (divisor := _floor_divisor(op)) is not None:
+            found = Token(divisor)
+        elif isinstance(state, Token) and op.target_name in (*_CASTS, *_RESHAPES):
+            leads = self.values[out].shape[:1] == (self.num_rows,)
+            found = state if leads and not self.values[out].dtype.is_floating_point else None
+        elif self._puts_order(op):
+            found = Inverse()
+        if found is not None:
+            self.states[out] = found
+            return True
+        return state == _ORDER and self._like_order(op)
+
+    def _like_order(self, op: Op) -> bool:
+        """An op that takes only the shape of the permutation, which the numbers have too."""
+        (out,) = op.outputs
+        alike = self.values[self.ids].dtype == self.values[op.inputs[0]].dtype
+        if op.target_name not in _LIKES or out is None or not alike:
+            return False
+        self.ops.append(replace(op, args=(Ref(self.ids), *op.args[1:])))
+        return True
+
+    def _puts_order(self, op: Op) -> bool:
+        """Whether an op writes 0, 1, 2, ... to the places that the permutation names."""
+        if not _writes_rows(op):
+            return False
+        base, order, written = op.inputs
+        is_whole = self.values[base].shape == (self.num_rows,) and not self._is_ordered(base)
+        return is_whole and self.states.get(order) == _ORDER and self._counts_up(written)
+
+    def _counts_up(self, value: int) -> bool:
+        """Whether a value is 0, 1, 2, ... up to the number of rows."""
+        made = self.producers.get(value)
+        if made is None or self.values[value].shape != (self.num_rows,):
+            return False
+        op = self.graph.ops[made[0]]
+        if op.target_name == "aten.arange.default":
+            return op.args == (self.num_rows,)
+        return op.target_name == "aten.arange.start" and op.args == (0, self.num_rows)
+
+    # --- rows picked by the permutation -----------------------------------------------------
+    def _picked(self, op: Op) -> bool:
+        """``x[order]``, ``x[order // num]``, or the rows of a sorted value put back."""
+        picked = self._picks_rows(op)
+        if picked is None:
+            return False
+        source, state, out = *picked, _only(op)
+        if isinstance(state, Inverse):
+            if not isinstance(self.states.get(source), Sorted):
+                return False
+            self.read_from[out] = source
+            return True
+        if self._is_ordered(source) or self.values[source].shape[0] * state.num != self.num_rows:
+            return False
+        if state.num == 1:
+            self._same_rows(out, source)
+        else:
+            self.states[out] = Repeated(source, state.num)
+        return True
+
+    def _picks_rows(self, op: Op) -> tuple[int, Token | Inverse] | None:
+        """The value whose rows an op picks, and by which state; None for any other op."""
+        if len(op.inputs) != 2:
+            return None
+        source, index = op.inputs
+        state, shape = self.states.get(index), self.values[source].shape
+        if not isinstance(state, Token | Inverse) or not shape:
+            return None
+        index_shape = self.values[index].shape
+        if op.target_name == "aten.index.Tensor":
+            takes = len(op.args[1]) == 1
+        elif op.target_name == "aten.index_select.default":
+            takes = op.args[1] in (0, -len(shape))
+        elif op.target_name == "aten.gather.default":
+            takes = op.args[1] in (0, -len(shape)) and index_shape[1:] == shape[1:]
+            return (source, state) if takes and len(index_shape) == len(shape) else None
+        else:
+            return None
+        return (source, state) if takes and index_shape == (self.num_rows,) else None
+
+    def _put_back(self, op: Op) -> bool:
+        """Sorted rows written to the places that the permutation names."""
+        if not _writes_rows(op):
+            return False
+        base, order, rows = op.inputs
+        shape, out = self.values[rows].shape, _only(op)
+        is_sorted = isinstance(self.states.get(rows), Sorted)
+        if self.states.get(order) != _ORDER or not is_sorted or self._is_ordered(base):
+            return False
+        if self.values[base].shape != shape or self.values[base].dtype != self.values[rows].dtype:
+            return False
+        self.read_from[out] = rows
+        return True
+
+    # --- products and sums ------------------------------------------------------------------
+    def _note_counts(self, op: Op) -> bool:
+        """Note the numbers of rows of each expert, and the ends of their groups."""
+        if not op.inputs or (out := op.outputs[0]) is None:
+            return False
+        state, found = self.states.get(op.inputs[0]), None
+        if isinstance(state, Counts):
+            is_sum = op.target_name == "aten.cumsum.default" and op.args[1] in (0, -1)
+            if is_sum and not state.are_ends:
+                found = replace(state, are_ends=True)
+            elif op.target_name in _CASTS:
+                found = state
+        elif (num := _num_counted(op)) is not None and self._are_ids(op.inputs[0]):
+            found = Counts(num, are_ends=False)
+        if found is not None:
+            self.states[out] = found
+        return found is not None
+
+    def _are_ids(self, value: int) -> bool:
+        """Whether a value holds the numbers of the experts, in any order or shape."""
+        while True:
+            value = self._source(value)
+            if value == self.ids or value == self._source(self.ids):
+                return True
+            made = self.producers.get(value)
+            op = None if made is None else self.graph.ops[made[0]]
+            if op is None or op.target_name not in (*_CASTS, *_RESHAPES):
+                return False
+            if math.prod(self.values[value].shape) != self.num_rows:
+                return False
+            value = op.inputs[0]
+
+    def _source(self, value: int) -> int:
+        while value in self.read_from:
+            value = self.read_from[value]
+        return value
+
+    def _product(self, op: Op) -> bool:
+        """A product of rows grouped by expert."""
+        if op.target_name not in _GROUPED or len(op.inputs) != 3:
+            return False
+        x, weight, ends = op.inputs
+        counts, shape = self.states.get(ends), self.values[weight].shape
+        if self._is_ordered(weight) or counts != Counts(shape[0], are_ends=True):
+            return False
+        rows = self.states.get(x)
+        if isinstance(rows, Repeated):
+            x = rows.source
+        elif not isinstance(rows, Sorted):
+            return False
+        self.states[_only(op)] = Sorted()
+        args = (Ref(x), Ref(weight), Ref(self.ids))
+        self.ops.append(replace(op, target=ROUTED_PRODUCT, args=args, kwargs=()))
+        return True
+
+    def _summed(self, op: Op) -> bool:
+        """Sorted rows added to the rows of their tokens."""
+        if len(op.inputs) != 3 or not _adds_rows(op):
+            return False
+        base, index, rows = op.inputs
+        token, shape = self.states.get(index), self.values[base].shape
+        if not isinstance(token, Token) or self._is_ordered(base):
+            return False
+        if not isinstance(self.states.get(rows), Sorted | Repeated):
+            return False
+        per_token = (shape[0], token.num, *shape[1:])
+        if math.prod(per_token) != math.prod(self.values[rows].shape):
+            return False
+        parts = self._call(op, _ATEN.view.default, self._own(op, rows), per_token, shape=per_token)
+        total = self._call(op, _ATEN.sum.dim_IntList, parts, (1,), shape=shape)
+        self.ops.append(
+            replace(op, target=_ATEN.add.Tensor, args=(Ref(base), Ref(total)), kwargs=())
+        )
+        return True
+
+    # --- ops that treat rows alike ----------------------------------------------------------
+    def _row_wise(self, op: Op) -> bool:
+        """An op whose result is sorted as its operands are, since its rows are independent."""
+        if draws(op.target, op.args, dict(op.kwargs)):
+            return False
+        ordered = [isinstance(self.states.get(i), Sorted | Repeated) for i in op.inputs]
+        if any(self._is_ordered(i) and not yes for i, yes in zip(op.inputs, ordered)):
+            return False
+        space = space_of(op, self.graph.values)
+        if space is None or not _is_row_wise(space, op, ordered):
+            return False
+        own = {i: self._own(op, i) for i, yes in zip(op.inputs, ordered) if yes}
+
+        def renamed(ref: Ref) -> Ref:
+            return Ref(own.get(ref.index, ref.index))
+
+        self.ops.append(
+            replace(op, args=map_refs(op.args, renamed), kwargs=map_refs(op.kwargs, renamed))
+        )
+        for out in op.outputs:
+            if out is not None:
+                self.states[out] = Sorted()
+        return True
+
+    def _own(self, op: Op, value: int) -> int:
+        """A value with the rows of a sorted one in their own order; repeats rows where needed."""
+        state = self.states[value]
+        if not isinstance(state, Repeated):
+            return value
+        shape = self.values[state.source].shape
+        apart, wide = (shape[0], 1, *shape[1:]), (shape[0], state.num, *shape[1:])
+        found = self._call(op, _ATEN.unsqueeze.default, state.source, 1, shape=apart)
+        found = self._call(op, _ATEN.expand.default, found, wide, shape=wide)
+        found = self._call(op, _ATEN.clone.default, found, shape=wide)
+        whole = self.values[value].shape
+        return self._call(op, _ATEN._unsafe_view.default, found, whole, shape=whole)
+
+    def _call(self, near: Op, target: Any, x: int, *args: Any, shape: Sequence[int]) -> int:
+        """Add an op in front of ``near``; returns the index of its result."""
+        index, like = len(self.values), self.values[x]
+        name = f"{near.name}_{target.__name__.split('.')[0]}{index}"
+        self.values.append(
+            Value(
+                index=index, name=name, kind=ValueKind.ACTIVATION, shape=tuple(shape),
+                dtype=like.dtype, differentiable=like.differentiable,
+            )
+        )  # fmt: skip
+        made = replace(
+            near, name=name, target=target, args=(Ref(x), *args), kwargs=(), outputs=(index,)
+        )
+        self.ops.append(made)
+        return index
+
+
+def _only(op: Op) -> int:
+    """The only result of an op."""
+    (out,) = op.outputs
+    assert out is not None
+    return out
+
+
+def _floor_divisor(op: Op) -> int | None:
+    """The positive whole number by which an op divides its operand, rounding down."""
+    is_floor = (
+        op.target_name == "aten.floor_divide.default"
+        or (
+            op.target_name == "aten.div.Scalar_mode"
+            and dict(op.kwargs).get("rounding_mode") == "floor"
+        )
+        or (
+            op.target_name == "aten.div.Tensor_mode"
+            and dict(op.kwargs).get("rounding_mode") == "floor"
+        )
+    )
+    divisor = op.args[1] if len(op.args) > 1 else None
+    return divisor if is_floor and type(divisor) is int and divisor > 0 else None
+
+
+def _num_counted(op: Op) -> int | None:
+    """The number of experts whose rows a histogram counts, with one bin for each."""
+    if op.target_name != "aten.histc.default":
+        return None
+    given = dict(zip(("bins", "min", "max"), op.args[1:])) | dict(op.kwargs)
+    bins, last = given.get("bins", 100), given.get("max", 0)
+    is_each = given.get("min", 0) == 0 and last in (bins - 1, bins) and last > 0
+    return int(bins) if is_each else None
+
+
+def _adds_rows(op: Op) -> bool:
+    """Whether an op adds rows to those of its first operand that an index names."""
+    if op.target_name == "aten.index_put.default":
+        return len(op.args) == 4 and op.args[3] is True and len(op.args[1]) == 1
+    dims = op.args[1] if len(op.args) > 1 else None
+    adds = op.target_name in ("aten.index_add.default", "aten.scatter_add.default")
+    return adds and dims == 0 and not op.kwargs
+
+
+def _writes_rows(op: Op) -> bool:
+    """Whether an op writes rows in place of those of its first operand that an index names."""
+    if len(op.inputs) != 3:
+        return False
+    if op.target_name == "aten.index_put.default":
+        return len(op.args) == 3 and len(op.args[1]) == 1
+    writes = op.target_name in ("aten.index_copy.default", "aten.scatter.src")
+    return writes and op.args[1] == 0 and not op.kwargs
+
+
+def _is_row_wise(space: Space, op: Op, ordered: Sequence[bool]) -> bool:
+    """Whether the first dimension of the sorted operands, and of the results, is free."""
+    leading = {layout[:1] for layout, yes in zip(space.inputs, ordered) if yes}
+    leading |= {lay[:1] for lay, out in zip(space.outputs, op.outputs) if out is not None}
+    if len(leading) != 1 or not (first := leading.pop()) or len(first[0]) != 1:
+        return False
+    (rows,) = first[0]
+    others = [layout for layout, yes in zip(space.inputs, ordered) if not yes]
+    is_free = rows in space.splittable() and rows not in space.plain | space.sums | space.reduced
+    return is_free and not any(rows in factors for layout in others for factors in layout)
