@@ -13,6 +13,7 @@ whose order is visible (a random op draws by position), stays as it is.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -85,11 +86,11 @@ def with_rows_in_order(captured: Captured) -> Captured:
     """The same capture without sorts that only group rows."""
     graph = captured.graph
     for name in [op.name for op in graph.ops if _sorts_numbers(graph, op)]:
-        sort = next(op for op in graph.ops if op.name == name)
-        try:
-            graph = _Rewrite(graph, sort).run()
-        except _Visible:
+        sort = next((op for op in graph.ops if op.name == name), None)
+        if sort is None:  # it only undid another one
             continue
+        with contextlib.suppress(_Visible):
+            graph = _Rewrite(graph, sort).run()
     return captured if graph is captured.graph else replace(captured, graph=graph)
 
 
@@ -194,7 +195,7 @@ class _Rewrite:
         if not _writes_rows(op):
             return False
         base, order, written = op.inputs
-        is_whole = self.values[base].shape == (self.num_rows,) and not self._is_ordered(base)
+        is_whole = self.values[base].shape == (self.num_rows,)
         return is_whole and self.states.get(order) == _ORDER and self._counts_up(written)
 
     def _counts_up(self, value: int) -> bool:
@@ -254,7 +255,7 @@ class _Rewrite:
         base, order, rows = op.inputs
         shape, out = self.values[rows].shape, _only(op)
         is_sorted = isinstance(self.states.get(rows), Sorted)
-        if self.states.get(order) != _ORDER or not is_sorted or self._is_ordered(base):
+        if self.states.get(order) != _ORDER or not is_sorted:
             return False
         if self.values[base].shape != shape or self.values[base].dtype != self.values[rows].dtype:
             return False
@@ -420,7 +421,7 @@ def _num_counted(op: Op) -> int | None:
         return None
     given = dict(zip(("bins", "min", "max"), op.args[1:])) | dict(op.kwargs)
     bins, last = given.get("bins", 100), given.get("max", 0)
-    is_each = given.get("min", 0) == 0 and last in (bins - 1, bins) and last > 0
+    is_each = given.get("min", 0) == 0 and last in (bins - 1, bins) and (last > 0 or bins == 1)
     return int(bins) if is_each else None
 
 

@@ -108,6 +108,7 @@ def _local_size(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, 
     "aten.new_zeros.default",
     "aten.new_ones.default",
     "aten.new_full.default",
+    "aten.new_empty.default",
     arguments=_local_size,
 )
 def filled_space(op: Op, inputs: Sequence[Value], outputs: Sequence[Value | None]) -> Space | None:
@@ -174,6 +175,7 @@ register(
     "aten.detach_.default",
     "aten.bernoulli.default",
     "aten.bernoulli.p",
+    "aten.exponential.default",
     "aten.rsub.Tensor",
     "aten.rand_like.default",
     "aten.randn_like.default",

@@ -262,6 +262,18 @@ def select_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | N
     )
 
 
+@register("aten.view_as_complex.default", "aten.view_as_real.default", keeps=KEEPS_NOTHING)
+def complex_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    """Complex numbers as pairs of real ones, or back: all dimensions but that of the pair."""
+    pairs = op.target_name.endswith("complex.default")
+    shape = inputs[0].shape[:-1] if pairs else inputs[0].shape
+    builder = SpaceBuilder()
+    dims = builder.dims("d", shape)
+    real, whole = layout(*dims, builder.whole(2)), layout(*dims)
+    sides = (real, whole) if pairs else (whole, real)
+    return builder.build([sides[0]], [sides[1]], clean=dims, linear=frozenset({0}))
+
+
 @register(
     "aten.cat.default", "aten.concat.default", "aten.concatenate.default", keeps=KEEPS_NOTHING
 )

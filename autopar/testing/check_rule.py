@@ -49,6 +49,7 @@ MESHES = (
 _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 8e-2, torch.float32: 2e-4}
 _DOUBLE_TOLERANCE = 1e-8
 _FURTHER_DIGITS = (2, 3)
+_UNINITIALIZED = ("aten.empty_like.default", "aten.new_empty.default")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +160,7 @@ class _WholeCall:
             outputs=(), module_path="",
         )  # fmt: skip
         self.is_random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-        self.is_random |= op.target_name == "aten.empty_like.default"  # uninitialized
+        self.is_random |= op.target_name in _UNINITIALIZED
         floating = [v.differentiable for v in self.values]
         chosen = self.chosen if any(self.chosen) else floating
         self.flows = (False,) * len(chosen) if self.is_random else tuple(chosen)

@@ -26,6 +26,7 @@ PROGRAMS = {
     "llama": 10,
     "t5": 8,
     "mobilenet_v2": 1,
+    "mixtral": 6,
 }
 """Programs drawn of each model; of the others, which take longer to lower, two."""
 NUM_SCHEDULES = 12

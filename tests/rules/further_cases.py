@@ -25,6 +25,21 @@ def type_as(draw: Draw, new: New):
     return new(*shape), torch.zeros(other, dtype=draw(st.sampled_from([torch.float64, torch.int])))
 
 
+@case("aten.new_empty.default", integers=True)
+def new_empty(draw: Draw, new: New):
+    return new(*shape_of(draw)), shape_of(draw)
+
+
+@case("aten.view_as_complex.default")
+def view_as_complex(draw: Draw, new: New):
+    return (New(torch.float32, new.generator)(*shape_of(draw), 2),)
+
+
+@case("aten.view_as_real.default")
+def view_as_real(draw: Draw, new: New):
+    return (torch.view_as_complex(New(torch.float32, new.generator)(*shape_of(draw), 2)),)
+
+
 @case("aten.empty_like.default")
 def empty_like(draw: Draw, new: New):
     return (new(*shape_of(draw)),)

@@ -296,6 +296,11 @@ def model_dropout(draw: Draw, new: New):
     return x, models, 0.5, 0, 0, ""
 
 
+@case("aten.exponential.default")
+def exponential(draw: Draw, new: New):
+    return (new(*shape_of(draw)),)
+
+
 @case("aten.bernoulli.p")
 def bernoulli(draw: Draw, new: New):
     return new(*shape_of(draw)), 0.5

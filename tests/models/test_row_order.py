@@ -1,0 +1,219 @@
+"""Rows sorted by expert keep their own order, unless the order itself can be seen."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.frontend.capture import capture
+from autopar.ir.graph import Graph, verify
+from autopar.ir.mesh import Mesh
+from autopar.ir.routed_product import routed_product
+from autopar.lowering.training import lower_training
+from autopar.passes.prepare import prepare
+from autopar.sharding.strategy import Strategy
+from tests.oracles import assert_same, random_assignment, reference_steps, state_of, train_program
+
+TOKENS, WIDTH, EXPERTS, TOP = 12, 16, 4, 2
+
+
+def grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """PyTorch's grouped product, which is captured in bfloat16 only, or that of transformers."""
+    import transformers.integrations.moe  # noqa: F401 - defines the operator
+
+    if rows.dtype is torch.bfloat16:
+        return torch._grouped_mm(rows, weight, offs=ends)
+    return torch.ops.transformers.grouped_mm_fallback(rows, weight, ends)
+
+
+class Experts(nn.Module):
+    """Rows are sorted by expert, multiplied, and summed for each token in one of several ways."""
+
+    def __init__(self, *, gathers: str = "index", restores: str = "inverse", bias: bool = False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gathers, self.restores = gathers, restores
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH) / 4)
+        self.down = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) / 4)
+        self.bias = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH)) if bias else None
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = x.flatten(0, 1)
+        scores, chosen = self.router(x).softmax(-1).topk(TOP, -1)
+        ids = chosen.flatten()
+        order = ids.argsort(stable=True)
+        rows = self.taken(x, order)
+        counts = torch.histc(ids.float(), bins=EXPERTS, min=0, max=EXPERTS)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        rows = grouped(rows, self.up, ends)
+        if self.bias is not None:
+            rows = rows + self.bias[ids[order]]
+        rows = grouped(self.between(rows), self.down, ends)
+        rows = rows * scores.flatten()[order].unsqueeze(-1)
+        return (self.restored(x, rows, order) - target.flatten(0, 1)).square().mean()
+
+    def between(self, rows: Tensor) -> Tensor:
+        return torch.nn.functional.silu(rows)
+
+    def taken(self, x: Tensor, order: Tensor) -> Tensor:
+        token = order // TOP
+        if self.gathers == "gather":
+            return x.gather(0, token.unsqueeze(-1).expand(-1, WIDTH))
+        if self.gathers == "select":
+            return x.index_select(0, torch.div(order, TOP, rounding_mode="floor"))
+        if self.gathers == "scaled":  # read by something else than a product
+            return x[token] * 0.5
+        return x[token]
+
+    def restored(self, x: Tensor, rows: Tensor, order: Tensor) -> Tensor:
+        token = order // TOP
+        if self.restores == "index_add":
+            return torch.zeros_like(x).index_add(0, token, rows)
+        if self.restores == "scatter_add":
+            return x.scatter_add(0, token.unsqueeze(-1).expand(-1, WIDTH), rows)
+        if self.restores == "accumulate":
+            return x.index_put((token,), rows, accumulate=True)
+        if self.restores == "put":
+            own = torch.zeros_like(rows).index_put((order,), rows)
+        elif self.restores == "argsort":
+            own = rows[order.argsort()]
+        else:
+            inverse = torch.empty_like(order)
+            inverse[order] = torch.arange(len(order))
+            own = rows[inverse]
+        return own.view(-1, TOP, WIDTH).sum(1)
+
+
+class Dropped(Experts):
+    """Draws a number for each sorted row."""
+
+    def between(self, rows: Tensor) -> Tensor:
+        return nn.functional.dropout(rows, 0.5)
+
+
+class Added(Experts):
+    """Sums over the sorted rows above each one."""
+
+    def between(self, rows: Tensor) -> Tensor:
+        return rows.cumsum(0)
+
+
+class Numbered(Experts):
+    """Multiplies each sorted row by its place."""
+
+    def between(self, rows: Tensor) -> Tensor:
+        return rows * torch.arange(len(rows)).unsqueeze(-1)
+
+
+class Shown(Experts):
+    """Uses the permutation for something else."""
+
+    def restored(self, x: Tensor, rows: Tensor, order: Tensor) -> Tensor:
+        return super().restored(x, rows, order) + order.float().mean()
+
+
+def batch(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(4, TOKENS // 2, WIDTH, generator=generator) for name in ("x", "target")
+    }
+
+
+def num_sorts(graph: Graph) -> int:
+    return sum("sort" in op.target_name for op in graph.ops)
+
+
+WAYS = [
+    {"gathers": gathers, "restores": restores, "bias": bias}
+    for gathers, restores, bias in [
+        ("index", "inverse", False),
+        ("gather", "scatter_add", True),
+        ("select", "index_add", False),
+        ("scaled", "put", False),
+        ("index", "argsort", True),
+        ("scaled", "accumulate", True),
+    ]
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))
+def test_trains_as_eager_in_parts_of_the_batch(way: dict) -> None:
+    model, batches = Experts(**way), [batch(0), batch(1)]
+    captured = capture(model, batches[0])
+    prepared = prepare(captured)
+    graph = prepared.captured.graph
+    verify(graph)
+    assert num_sorts(captured.graph) > 0
+    assert num_sorts(graph) == 0
+    assert sum("routed_product" in op.target_name for op in graph.ops) == 2
+
+    def make_optimizer(parameters: list) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    expected = reference_steps(model, batches, make_optimizer)
+    for seed, (mesh, num) in enumerate(
+        [(Mesh(("x",), (1,)), 1), (Mesh(("x",), (2,)), 2), (Mesh(("x", "y"), (2, 2)), 1)]
+    ):
+        analysis = prepared.cut(num).analysis
+        strategy = Strategy(analysis, random_assignment(analysis, mesh, seed))
+        got = train_program(
+            lower_training(strategy, num), prepared.captured, state_of(model), batches,
+            make_optimizer,
+        )  # fmt: skip
+        assert_same(got, expected, tolerance=1e-5)
+
+
+def test_pytorchs_grouped_product_is_known() -> None:
+    half = {name: x.bfloat16() for name, x in batch(0).items()}
+    captured = capture(Experts().bfloat16(), half)
+    assert any("aten._grouped_mm" in op.target_name for op in captured.graph.ops)
+    graph = prepare(captured).captured.graph
+    assert num_sorts(graph) == 0
+    assert "grouped" not in str([op.target_name for op in graph.ops])
+
+
+@pytest.mark.parametrize("kind", [Dropped, Added, Numbered, Shown])
+def test_a_visible_order_stays(kind: type[Experts]) -> None:
+    captured = capture(kind(), batch(0))
+    assert prepare(captured).captured is captured
+
+
+@pytest.mark.parametrize("num_counted", [EXPERTS - 1, EXPERTS + 1])
+def test_other_counts_than_one_an_expert_stay(num_counted: int) -> None:
+    class Otherwise(Experts):
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            x = x.flatten(0, 1)
+            ids = self.router(x).argmax(-1)
+            ordered, order = ids.sort()
+            counts = torch.histc(ordered.float(), bins=num_counted, min=0, max=num_counted - 1)
+            ends = counts.cumsum(0, dtype=torch.int32)[:EXPERTS]
+            ends = torch.nn.functional.pad(ends, (0, EXPERTS - len(ends)), value=len(ids))
+            rows = grouped(x[order], self.up, ends)
+            return rows[order.argsort()].square().mean() + target.mean()
+
+    captured = capture(Otherwise(), batch(0))
+    assert prepare(captured).captured is captured
+
+
+def test_rows_of_no_expert_are_zero_and_gradients_are_exact() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(4, 3, 2, generator=generator, dtype=torch.float64, requires_grad=True)
+    expert = torch.tensor([0, 3, -1, 1, 4, 1, 3, 3, 7, 0])  # no rows for 2; -1, 4 and 7 are none
+    found = routed_product(x, weight, expert)
+    for row, number in enumerate(expert.tolist()):
+        own = x[row // 2] @ weight[number] if 0 <= number < 4 else torch.zeros(2)
+        assert torch.equal(found[row], own.to(torch.float64))
+    assert torch.autograd.gradcheck(routed_product, (x, weight, expert))
+    assert routed_product(x[:0], weight, expert[:0]).shape == (0, 2)
+
+
+def test_a_copy_of_a_prepared_model_is_prepared_alike() -> None:
+    model = Experts()
+    first = prepare(capture(model, batch(0))).captured.graph
+    second = prepare(capture(copy.deepcopy(model), batch(0))).captured.graph
+    assert first.fingerprint == second.fingerprint
