@@ -14,6 +14,7 @@ whose order is visible (a random op draws by position), stays as it is.
 from __future__ import annotations
 
 import contextlib
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -66,15 +67,7 @@ class Inverse:
     """The inverse permutation."""
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """The rows of each of ``num`` experts, or where ``are_ends`` the end of each expert's rows."""
-
-    num: int
-    are_ends: bool
-
-
-State = Sorted | Repeated | Token | Inverse | Counts
+State = Sorted | Repeated | Token | Inverse
 _ORDER = Token(1)
 
 
@@ -84,14 +77,15 @@ class _Visible(Exception):
 
 def with_rows_in_order(captured: Captured) -> Captured:
     """The same capture without sorts that only group rows."""
-    graph = captured.graph
-    for name in [op.name for op in graph.ops if _sorts_numbers(graph, op)]:
-        sort = next((op for op in graph.ops if op.name == name), None)
-        if sort is None:  # it only undid another one
-            continue
-        with contextlib.suppress(_Visible):
-            graph = _Rewrite(graph, sort).run()
-    return captured if graph is captured.graph else replace(captured, graph=graph)
+    sorts = [op for op in captured.graph.ops if _sorts_numbers(captured.graph, op)]
+    if not sorts:
+        return captured
+    changed = _Changed(captured.graph)
+    for sort in sorts:
+        if sort.index not in changed.replaced:  # it only undoes another one
+            with contextlib.suppress(_Visible):
+                _Region(changed, sort).run()
+    return replace(captured, graph=changed.rebuilt()) if changed.replaced else captured
 
 
 def _sorts_numbers(graph: Graph, op: Op) -> bool:
@@ -102,60 +96,77 @@ def _sorts_numbers(graph: Graph, op: Op) -> bool:
     return len(numbers.shape) == 1 and not numbers.dtype.is_floating_point and not numbers.fixed
 
 
-class _Rewrite:
+class _Changed:
+    """A graph and the changes to it so far: ops in place of others, values to read instead."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.producers = graph.producers()
+        self.consumers = graph.consumers()
+        self.ends = {graph.loss, *graph.outputs, *(new for _, new in graph.mutations)}
+        self.values = list(graph.values)
+        self.replaced: dict[int, list[Op]] = {}
+        self.read_from: dict[int, int] = {}
+
+    def rebuilt(self) -> Graph:
+        ops = [new for op in self.graph.ops for new in self.replaced.get(op.index, [op])]
+        return rebuilt(self.graph, ops, self.values, self.read_from)
+
+
+class _Region:
     """One sort and all that its order reaches."""
 
-    def __init__(self, graph: Graph, sort: Op) -> None:
-        self.graph = graph
+    def __init__(self, changed: _Changed, sort: Op) -> None:
+        self.changed = changed
         self.sort = sort
         self.ids = sort.inputs[0]
-        self.num_rows = graph.values[self.ids].shape[0]
-        self.values = list(graph.values)
-        self.producers = graph.producers()
+        self.values = list(changed.values)
+        self.num_rows = self.values[self.ids].shape[0]
         self.states: dict[int, State] = {}
         self.read_from: dict[int, int] = {}
+        self.replaced: dict[int, list[Op]] = {sort.index: []}
         self.ops: list[Op] = []
+        self.waiting: list[int] = []
 
-    def run(self) -> Graph:
-        """The graph without the sort; raises _Visible where it has to stay."""
-        graph = self.graph
-        for op in graph.ops[: self.sort.index]:
-            self._note_counts(op)
-            self.ops.append(op)
-        self._begin()
-        for op in graph.ops[self.sort.index + 1 :]:
-            self._rewrite(op)
-        ends = {graph.loss, *graph.outputs, *(new for _, new in graph.mutations)}
-        if any(self._is_ordered(i) for i in ends if i is not None):
-            raise _Visible
-        return rebuilt(graph, self.ops, self.values, self.read_from)
-
-    def _begin(self) -> None:
-        order = self.sort.outputs[-1]
-        if order is not None:
-            self.states[order] = _ORDER
+    def run(self) -> None:
+        """Leave out the sort; raises _Visible, and changes nothing, where it has to stay."""
+        if (order := self.sort.outputs[-1]) is not None:
+            self._note(order, _ORDER)
         if self.sort.target_name in _SORTS and (ordered := self.sort.outputs[0]) is not None:
             self._same_rows(ordered, self.ids)
+        while self.waiting:
+            index = heapq.heappop(self.waiting)
+            if index not in self.replaced:
+                self.ops = self.replaced[index] = []
+                self._rewrite(self.changed.graph.ops[index])
+        if not self.states.keys().isdisjoint(self.changed.ends - {None}):
+            raise _Visible
+        if not self.replaced.keys().isdisjoint(self.changed.replaced):
+            raise _Visible
+        self.changed.values = self.values
+        self.changed.replaced |= self.replaced
+        self.changed.read_from |= self.read_from
+
+    def _note(self, value: int, state: State) -> None:
+        """Note the state of a value, whose readers have to be rewritten."""
+        self.states[value] = state
+        for index, _ in self.changed.consumers.get(value, ()):
+            heapq.heappush(self.waiting, index)
 
     def _is_ordered(self, value: int) -> bool:
         """Whether a value depends on the order of the sorted rows."""
-        state = self.states.get(value)
-        return state is not None and not isinstance(state, Counts)
+        return value in self.states
 
     def _same_rows(self, sorted_value: int, own: int) -> None:
         """Note that a sorted value has the rows of another in the order of the sort."""
-        self.states[sorted_value] = Sorted()
         self.read_from[sorted_value] = own
+        self._note(sorted_value, Sorted())
 
     def _rewrite(self, op: Op) -> None:
         """Add what ``op`` becomes; raises _Visible where it depends on the order itself."""
-        is_noted = self._note_counts(op)
-        if is_noted or not any(self._is_ordered(i) for i in op.inputs):
-            self.ops.append(op)
-            return
         cases = (
-            self._permutation, self._picked, self._put_back, self._product, self._summed,
-            self._row_wise,
+            self._permutation, self._counted, self._picked, self._put_back, self._product,
+            self._summed, self._row_wise,
         )  # fmt: skip
         if not any(case(op) for case in cases):
             raise _Visible
@@ -177,7 +188,7 @@ class _Rewrite:
         elif self._puts_order(op):
             found = Inverse()
         if found is not None:
-            self.states[out] = found
+            self._note(out, found)
             return True
         return state == _ORDER and self._like_order(op)
 
@@ -200,10 +211,9 @@ class _Rewrite:
 
     def _counts_up(self, value: int) -> bool:
         """Whether a value is 0, 1, 2, ... up to the number of rows."""
-        made = self.producers.get(value)
-        if made is None or self.values[value].shape != (self.num_rows,):
+        op = self._maker(value)
+        if op is None or self.values[value].shape != (self.num_rows,):
             return False
-        op = self.graph.ops[made[0]]
         if op.target_name == "aten.arange.default":
             return op.args == (self.num_rows,)
         return op.target_name == "aten.arange.start" and op.args == (0, self.num_rows)
@@ -225,7 +235,7 @@ class _Rewrite:
         if state.num == 1:
             self._same_rows(out, source)
         else:
-            self.states[out] = Repeated(source, state.num)
+            self._note(out, Repeated(source, state.num))
         return True
 
     def _picks_rows(self, op: Op) -> tuple[int, Token | Inverse] | None:
@@ -263,40 +273,46 @@ class _Rewrite:
         return True
 
     # --- products and sums ------------------------------------------------------------------
-    def _note_counts(self, op: Op) -> bool:
-        """Note the numbers of rows of each expert, and the ends of their groups."""
-        if not op.inputs or (out := op.outputs[0]) is None:
-            return False
-        state, found = self.states.get(op.inputs[0]), None
-        if isinstance(state, Counts):
-            is_sum = op.target_name == "aten.cumsum.default" and op.args[1] in (0, -1)
-            if is_sum and not state.are_ends:
-                found = replace(state, are_ends=True)
-            elif op.target_name in _CASTS:
-                found = state
-        elif (num := _num_counted(op)) is not None and self._are_ids(op.inputs[0]):
-            found = Counts(num, are_ends=False)
-        if found is not None:
-            self.states[out] = found
-        return found is not None
+    def _counted(self, op: Op) -> bool:
+        """A count of the rows of each expert, which does not depend on their order."""
+        counts = _num_counted(op) is not None and self._are_ids(op.inputs[0])
+        if counts:
+            self.ops.append(op)
+        return counts
+
+    def _num_grouped(self, ends: int) -> int | None:
+        """The number of experts, if a value holds the end of each expert's rows."""
+        sums = 0
+        while (op := self._maker(ends)) is not None:
+            if (num := _num_counted(op)) is not None:
+                return num if sums == 1 and self._are_ids(op.inputs[0]) else None
+            if op.target_name == "aten.cumsum.default" and op.args[1] in (0, -1):
+                sums += 1
+            elif op.target_name not in _CASTS:
+                return None
+            ends = op.inputs[0]
+        return None
 
     def _are_ids(self, value: int) -> bool:
         """Whether a value holds the numbers of the experts, in any order or shape."""
-        while True:
-            value = self._source(value)
-            if value == self.ids or value == self._source(self.ids):
-                return True
-            made = self.producers.get(value)
-            op = None if made is None else self.graph.ops[made[0]]
+        ids = self._source(self.ids)
+        while (value := self._source(value)) != ids:
+            op = self._maker(value)
             if op is None or op.target_name not in (*_CASTS, *_RESHAPES):
                 return False
             if math.prod(self.values[value].shape) != self.num_rows:
                 return False
             value = op.inputs[0]
+        return True
+
+    def _maker(self, value: int) -> Op | None:
+        """The op of the original graph that computes a value."""
+        made = self.changed.producers.get(value)
+        return None if made is None else self.changed.graph.ops[made[0]]
 
     def _source(self, value: int) -> int:
-        while value in self.read_from:
-            value = self.read_from[value]
+        while (found := self.read_from.get(value, self.changed.read_from.get(value))) is not None:
+            value = found
         return value
 
     def _product(self, op: Op) -> bool:
@@ -304,15 +320,15 @@ class _Rewrite:
         if op.target_name not in _GROUPED or len(op.inputs) != 3:
             return False
         x, weight, ends = op.inputs
-        counts, shape = self.states.get(ends), self.values[weight].shape
-        if self._is_ordered(weight) or counts != Counts(shape[0], are_ends=True):
+        num_experts = self.values[weight].shape[0]
+        if self._is_ordered(weight) or self._num_grouped(ends) != num_experts:
             return False
         rows = self.states.get(x)
         if isinstance(rows, Repeated):
             x = rows.source
         elif not isinstance(rows, Sorted):
             return False
-        self.states[_only(op)] = Sorted()
+        self._note(_only(op), Sorted())
         args = (Ref(x), Ref(weight), Ref(self.ids))
         self.ops.append(replace(op, target=ROUTED_PRODUCT, args=args, kwargs=()))
         return True
@@ -345,7 +361,7 @@ class _Rewrite:
         ordered = [isinstance(self.states.get(i), Sorted | Repeated) for i in op.inputs]
         if any(self._is_ordered(i) and not yes for i, yes in zip(op.inputs, ordered)):
             return False
-        space = space_of(op, self.graph.values)
+        space = space_of(op, self.changed.graph.values)
         if space is None or not _is_row_wise(space, op, ordered):
             return False
         own = {i: self._own(op, i) for i, yes in zip(op.inputs, ordered) if yes}
@@ -358,7 +374,7 @@ class _Rewrite:
         )
         for out in op.outputs:
             if out is not None:
-                self.states[out] = Sorted()
+                self._note(out, Sorted())
         return True
 
     def _own(self, op: Op, value: int) -> int:
