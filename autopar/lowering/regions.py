@@ -27,6 +27,7 @@ from autopar.base.spelling import did_you_mean
 from autopar.base.torch_private import is_overload, written_arguments
 from autopar.comm.ops import RAW_OPS
 from autopar.ir.random_ops import is_random
+from autopar.ir.row_exchange import SIZED_BY_DATA
 from autopar.lowering.types import (
     BlockProgram,
     CompiledGraph,
@@ -94,7 +95,7 @@ def regions_of(module: fx.GraphModule, *, on_cpu: bool) -> tuple[Region, ...]:
     """The regions of a graph, in order; none if it must run op by op."""
     nodes = list(module.graph.nodes)
     calls = [n for n in nodes if n.op == "call_function"]
-    if any(_has_unknown_shapes(n) for n in calls):
+    if any(_has_unknown_shapes(n) or n.target in SIZED_BY_DATA for n in calls):
         return ()
     communicates = any(n.target in RAW_OPS for n in calls)
     if communicates and any(_reads_indices(n) for n in calls):

@@ -51,19 +51,47 @@ def enumerate_choices(space: Space | None, mesh: Mesh, bases: Bases) -> tuple[Ch
 
 def is_valid_choice(space: Space, choice: Choice, mesh: Mesh) -> bool:
     """Whether the splits are disjoint, divide their dimensions or may pad them, and are allowed."""
-    names = list(space.sizes)
     allowed = set(space.splittable())
     for split in choice.splits:
         if split is None or (split == LINEAR_SPLIT and space.linear):
             continue
         if split.dim not in allowed or (split.base != 1 and split.dim in space.plain):
             return False
+    if any(split is not None and split.dim in space.joint for split in choice.splits):
+        return _is_valid_jointly(space, choice, mesh)
+    return _is_disjoint(space, choice, mesh) and all(
+        _may_pad(space, dim) for dim in padded_dims(space, choice, mesh)
+    )
+
+
+def _is_disjoint(space: Space, choice: Choice, mesh: Mesh) -> bool:
+    """Whether the splits of each dimension are of different digits of its index."""
+    names = list(space.sizes)
     placements = tuple(
         R if split is None or split == LINEAR_SPLIT else S(names.index(split.dim), outer)
         for split, outer in zip(choice.splits, _outers(choice, mesh))
     )
-    if not is_valid(placements, tuple(space.sizes.values()), mesh):
+    return is_valid(placements, tuple(space.sizes.values()), mesh)
+
+
+def _is_valid_jointly(space: Space, choice: Choice, mesh: Mesh) -> bool:
+    """Whether each member of a joint dimension may be split in its place, without padding.
+
+    No other split sums over a member: outputs would be complete along one axis and partial sums
+    along another.
+    """
+    members = {m for s in choice.splits if s is not None for m in space.joint.get(s.dim, ())}
+    if any(s is not None and s.dim in members & space.sums for s in choice.splits):
         return False
+    for member in members:
+        alone = Choice(
+            tuple(
+                s and Split(member if member in space.members(s.dim) else s.dim, s.base)
+                for s in choice.splits
+            )
+        )
+        if not _is_disjoint(space, alone, mesh) or member in padded_dims(space, alone, mesh):
+            return False
     return all(_may_pad(space, dim) for dim in padded_dims(space, choice, mesh))
 
 
@@ -106,13 +134,12 @@ def needs(
     """
     if space is None:
         return tuple(_whole(mesh, flows) for flows in differentiable)
-    outers = _outers(choice, mesh)
     result = []
     for operand, layout in enumerate(space.inputs):
         placements = []
         whole = _whole(mesh, differentiable[operand])
-        for axis, (split, outer) in enumerate(zip(choice.splits, outers)):
-            found = _locate(space, layout, split, outer)
+        for axis, split in enumerate(choice.splits):
+            found = _locate(space, layout, choice, mesh, axis)
             if split is None:
                 placements.append(whole[axis])
             elif split == LINEAR_SPLIT and operand in space.linear:
@@ -134,12 +161,11 @@ def supplies(
     whole = _whole(mesh, True)
     if space is None:
         return (whole,) * num_outputs
-    outers = _outers(choice, mesh)
     result = []
     for layout in space.outputs:
         placements = []
-        for axis, (split, outer) in enumerate(zip(choice.splits, outers)):
-            found = _locate(space, layout, split, outer)
+        for axis, split in enumerate(choice.splits):
+            found = _locate(space, layout, choice, mesh, axis)
             if split is None or (found is None and split.dim in space.reduced):
                 placements.append(whole[axis])
             else:
@@ -157,11 +183,23 @@ def _whole(mesh: Mesh, flows: bool) -> Placements:
     return tuple(V if flows and mesh.is_sequential(a) else R for a in range(mesh.num_axes))
 
 
-def _locate(space: Space, layout: Layout, split: Split | None, outer: int) -> Placement | None:
+def _locate(
+    space: Space, layout: Layout, choice: Choice, mesh: Mesh, axis: int
+) -> Placement | None:
+    """Where an axis splits an operand, if it does: its digit comes after those of earlier axes."""
+    split = choice.splits[axis]
     if split is None:
         return None
+    members = space.members(split.dim)
     for tensor_dim, factors in enumerate(layout):
-        if split.dim in factors:
-            before = factors[: factors.index(split.dim)]
-            return S(tensor_dim, math.prod(space.sizes[f] for f in before) * outer)
+        for member in factors:
+            if member in members:
+                before = factors[: factors.index(member)]
+                earlier = (
+                    mesh.axis_sizes[a]
+                    for a, s in enumerate(choice.splits[:axis])
+                    if s is not None and s.base == split.base and member in space.members(s.dim)
+                )
+                outer = split.base * math.prod(earlier)
+                return S(tensor_dim, math.prod(space.sizes[f] for f in before) * outer)
     return None

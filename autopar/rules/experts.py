@@ -15,15 +15,17 @@ import torch
 from torch import Tensor
 
 import autopar.ir.routed_product  # noqa: F401 - defines the operator
+from autopar.comm.ops import ALL_TO_ALL, with_gradient
 from autopar.cost_models.calls import OpCall, TensorSpec
 from autopar.cost_models.matrix_work import product
 from autopar.cost_models.work import MatrixShape, OpWork, Work
 from autopar.ir.choice import Choice
 from autopar.ir.graph import Op, Value
 from autopar.ir.mesh import Mesh
+from autopar.ir.row_exchange import MOST_ROWS, PACK_NUMBERS, PACK_ROWS, UNPACK_ROWS
 from autopar.rules.context import LocalContext
 from autopar.rules.derivative import KEEPS_FACTORS
-from autopar.rules.kernels import LocalCall, Phase
+from autopar.rules.kernels import InternalCollective, LocalCall, Phase
 from autopar.rules.registry import register
 from autopar.rules.space import Space, SpaceBuilder, layout
 
@@ -32,31 +34,99 @@ Outputs = Sequence[Value | None]
 
 # --- rows in any order ---------------------------------------------------------------------
 def _routed_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The product on a shard; where experts are split, rows of other devices' experts are zero."""
+    """The product on a shard; where experts are split, rows of other devices' experts are zero.
+
+    Where rows and experts are split together, rows go to the devices of their experts and back.
+    """
     x, weight, expert = args
+    if context.num_shards("a") > 1:
+        return _exchanged(context, x, weight, expert)
+    if context.is_padded("e"):  # the padding is no expert
+        expert = torch.where(expert < context.space.sizes["e"], expert, -1)
     result: Tensor = context.op.target(x, weight, expert - context.shard_start(expert, "e"))
     return result
+
+
+def _exchanged(context: LocalContext, x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
+    """The product where the axes that split the rows split the experts too."""
+    axes = context.axes_of("a")
+    num, label = context.mesh.size(axes), context.mesh.axes_label(axes)
+    num_local = weight.shape[0]
+
+    def there(packed: Tensor) -> Tensor:
+        found: Tensor = ALL_TO_ALL(packed, label, num, 1, 1, 0, 1)
+        return found
+
+    def back(rows: Tensor) -> Tensor:
+        found: Tensor = ALL_TO_ALL(rows, label, num, 0, 1, 1, 1)
+        return found
+
+    most = context.all_reduce_max(MOST_ROWS(expert, num, num_local), axes)
+    rows = with_gradient(PACK_ROWS(x, expert, most, num, num_local), there, back)
+    numbers = there(PACK_NUMBERS(expert, most, num, num_local))
+    out = context.op.target(rows.squeeze(0), weight, numbers.squeeze(0))
+    out = with_gradient(out.unsqueeze(0), back, there)
+    result: Tensor = UNPACK_ROWS(out, expert, most, num_local)
+    return result
+
+
+def _most(num_rows: float, num: int) -> int:
+    """The most rows that one of ``num`` gets, of ``num_rows`` on average.
+
+    For rows that choose at random, ``sqrt(2 num_rows ln(num))`` more than the average.
+    """
+    return math.ceil(num_rows + math.sqrt(2 * num_rows * math.log(num)))
+
+
+def _routed_collectives(
+    op: Op, space: Space, choice: Choice, mesh: Mesh, inputs: Sequence[Value]
+) -> tuple[InternalCollective, ...]:
+    """The exchanges of rows and of their results, forward and backward."""
+    axes = choice.axes_of("a")
+    num = mesh.size(axes)
+    if num == 1:
+        return ()
+    x, _, expert = inputs
+    rows = expert.shape[0] / mesh.size((*axes, *choice.axes_of("t")))
+    packed = num * _most(rows / num, num * num)
+    there, back = (
+        InternalCollective(
+            kind="all_to_all",
+            axes=axes,
+            size_bytes=packed * (space.sizes[dim] // mesh.size(choice.axes_of(dim))) * itemsize,
+        )
+        for dim, itemsize in (("k", x.dtype.itemsize), ("n", x.dtype.itemsize))
+    )
+    agreed = InternalCollective(kind="all_reduce", axes=axes, size_bytes=8)
+    backward = (there, back) if x.differentiable else ()
+    return (agreed, there, back, *backward)
 
 
 def _routed_kernels(
     op: Op, space: Space, choice: Choice, mesh: Mesh, plain: OpCall
 ) -> tuple[LocalCall, ...] | None:
-    """The calls for split experts: a product of this device's rows, among the rows of all.
+    """The calls for split experts: a product of the rows of this device's experts.
 
-    The slowest device has the most rows: for tokens that choose experts at random, ``m`` rows a
-    device on average, about ``sqrt(2 m ln(devices))`` more.
+    They are among the rows of all, or have been packed and are unpacked. The slowest device has the
+    most rows.
     """
-    num = mesh.size(choice.axes_of("e"))
+    x, weight, expert = plain.tensors()
+    both, num = mesh.size(choice.axes_of("a")), mesh.size(choice.axes_of("e"))
+    if both > 1:
+        most = _most(expert.shape[0], both)
+        rows = replace(x, shape=(most, x.shape[1]))
+        routed = OpCall(plain.target, (rows, weight, replace(expert, shape=(most,))))
+        places = TensorSpec((most,), torch.int64)
+        out = TensorSpec((most, weight.shape[2]), x.dtype, None, x.requires_grad)
+        moves = [OpCall("aten.index.Tensor", (moved, (places,))) for moved in (rows, out)]
+        return tuple(LocalCall(call=call, phase=Phase.BOTH) for call in (*moves, routed))
     if num == 1:
         return None
-    x, weight, expert = plain.tensors()
-    repeats, mean = max(1, expert.shape[0] // max(1, x.shape[0])), expert.shape[0] / num
-    most = min(expert.shape[0], math.ceil(mean + math.sqrt(2 * mean * math.log(num))))
-    rows = max(1, math.ceil(most / repeats))
-    routed = OpCall(
-        plain.target,
-        (replace(x, shape=(rows, x.shape[1])), weight, replace(expert, shape=(rows * repeats,))),
-    )
+    repeats = max(1, expert.shape[0] // max(1, x.shape[0]))
+    most = min(expert.shape[0], _most(expert.shape[0] / num, num))
+    num_rows = max(1, math.ceil(most / repeats))
+    own = replace(expert, shape=(num_rows * repeats,))
+    routed = OpCall(plain.target, (replace(x, shape=(num_rows, x.shape[1])), weight, own))
     out = TensorSpec((expert.shape[0], weight.shape[2]), x.dtype, None, x.requires_grad)
     others = OpCall("aten.where.ScalarOther", (TensorSpec((out.shape[0], 1), torch.bool), out, 0))
     return tuple(LocalCall(call=call, phase=Phase.BOTH) for call in (routed, others))
@@ -81,23 +151,29 @@ def _routed_work(call: OpCall) -> OpWork:
 @register(
     "autopar.routed_product.default",
     lower=_routed_local,
+    collectives=_routed_collectives,
     kernels=_routed_kernels,
     keeps=KEEPS_FACTORS,
     work=_routed_work,
 )
 def routed_product_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
-    """``x[t, k] w[e, k, n]`` for the ``r`` experts of each row: ``[(t, r), n]``."""
+    """``x[t, k] w[e, k, n]`` for the ``r`` experts of each row: ``[(t, r), n]``.
+
+    Split along ``a``, each device has a part of the rows and a part of the experts.
+    """
     x, weight, expert = (v.shape for v in inputs)
     builder = SpaceBuilder()
     t, k = builder.dim("t", x[0]), builder.dim("k", x[1])
     e, n = builder.dim("e", weight[0]), builder.dim("n", weight[2])
     r = builder.whole(expert[0] // max(1, x[0]))
+    a = builder.dim("a", math.gcd(x[0], weight[0]))
     return builder.build(
         [layout(t, k), layout(e, k, n), layout((t, r))],
         [layout((t, r), n)],
         sums=frozenset({k, e}),
-        plain=frozenset({e}),
+        plain=frozenset({e, a}),
         clean=(t, k, n, e),
+        joint={a: (t, e)},
         anchor=True,
     )
 

@@ -14,7 +14,7 @@ and in the gradient, unless the rule states that zeros stay zeros.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.base.errors import RuleError
@@ -35,8 +35,10 @@ class Space:
     may be split into a number of parts that does not divide them; ``clean``: those of them where
     zeros in the padding stay zeros by themselves, in outputs and gradients. ``linear``: operands
     that may be partial sums, all of them together, so that the outputs are partial sums too.
-    ``anchor``: whether a split of this op is worth carrying to its neighbours (products,
-    attention); other ops only pass splits on (element-wise ops, views).
+    ``joint``: dimensions that stand for several others, in no layout themselves: a split of one
+    splits all of these at once, evenly, and the op exchanges data inside. ``anchor``: whether a
+    split of this op is worth carrying to its neighbours (products, attention); other ops only pass
+    splits on (element-wise ops, views).
     """
 
     sizes: Mapping[str, int]
@@ -50,6 +52,7 @@ class Space:
     padded: frozenset[str] = frozenset()
     clean: frozenset[str] = frozenset()
     linear: frozenset[int] = frozenset()
+    joint: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     anchor: bool = False
 
     def splittable(self) -> tuple[str, ...]:
@@ -60,9 +63,16 @@ class Space:
             if size > 1 and name not in self.whole and self._outputs_allow(name)
         )
 
+    def members(self, name: str) -> tuple[str, ...]:
+        """The dimensions of layouts that a split of ``name`` splits."""
+        return self.joint.get(name, (name,))
+
     def _outputs_allow(self, name: str) -> bool:
+        members = self.members(name)
         return all(
-            name in self.sums or name in self.reduced or any(name in factors for factors in layout)
+            name in self.sums
+            or name in self.reduced
+            or any(member in factors for member in members for factors in layout)
             for layout in self.outputs
         )
 
