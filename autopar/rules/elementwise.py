@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -112,15 +113,21 @@ def _local_size(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, 
     arguments=_local_size,
 )
 def filled_space(op: Op, inputs: Sequence[Value], outputs: Sequence[Value | None]) -> Space | None:
-    """The op reads only the dtype of its operand, so any shard of it yields the whole result."""
+    """The op reads only the dtype of its operand, so any shard of it yields the whole result.
+
+    Dimensions of the same size in the same place are split alike, so that nothing is gathered.
+    """
+    made_shape = outputs[0].shape  # type: ignore[union-attr]
     builder = SpaceBuilder()
-    given = builder.dims("i", inputs[0].shape)
-    made = builder.dims("d", outputs[0].shape)  # type: ignore[union-attr]
+    made = builder.dims("d", made_shape)
+    pairs = itertools.zip_longest(inputs[0].shape, made_shape)
+    given = [
+        made[d] if own == other else builder.dim(f"i{d}", own)
+        for d, (own, other) in enumerate(pairs)
+        if own is not None
+    ]
     return builder.build(
-        [layout(*given)],
-        [layout(*made)],
-        reduced=frozenset(given),
-        padded=made,
+        [layout(*given)], [layout(*made)], reduced=frozenset(given) - set(made), padded=made
     )
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from autopar.frontend.capture import capture
-from autopar.ir.graph import Graph, verify
+from autopar.ir.choice import Choice, parse_choice
+from autopar.ir.graph import Graph, ValueKind, verify
 from autopar.ir.mesh import Mesh
+from autopar.ir.placement import R, S
 from autopar.ir.routed_product import routed_product
+from autopar.ir.row_exchange import most_rows, pack_numbers, pack_rows, unpack_rows
 from autopar.lowering.training import lower_training
 from autopar.passes.prepare import prepare
 from autopar.sharding.strategy import Strategy
@@ -217,3 +221,52 @@ def test_a_copy_of_a_prepared_model_is_prepared_alike() -> None:
     first = prepare(capture(model, batch(0))).captured.graph
     second = prepare(capture(copy.deepcopy(model), batch(0))).captured.graph
     assert first.fingerprint == second.fingerprint
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_rows_that_are_sent_come_back(repeats: int) -> None:
+    """Packing for 3 devices of 2 experts and unpacking change nothing; nor do their gradients."""
+    generator = torch.Generator().manual_seed(0)
+    expert = torch.tensor([5, 0, 2, 2, -1, 6, 2, 3, 0, 5])
+    shape = (len(expert) // repeats, 3)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+    most = most_rows(expert, 3, 2)
+    assert most.item() == 4  # those of 2 and 3, on the device in the middle
+    packed, numbers = pack_rows(x, expert, most, 3, 2), pack_numbers(expert, most, 3, 2)
+    assert packed.shape == (3, 4, 3)
+    assert sorted(numbers[0].tolist()) == [-1, -1, 0, 0]  # one is a row of no expert
+    assert sorted(numbers[1].tolist()) == [0, 0, 0, 1]
+    assert sorted(numbers[2].tolist()) == [-1, 1, 1, 2]  # 6 is no expert of the last device
+    assert torch.equal(unpack_rows(packed, expert, most, 2), x.repeat_interleave(repeats, 0))
+    assert torch.autograd.gradcheck(lambda x: pack_rows(x, expert, most, 3, 2), (x,))
+    given = packed.detach().requires_grad_()
+    assert torch.autograd.gradcheck(lambda p: unpack_rows(p, expert, most, 2), (given,))
+
+
+def test_rows_and_experts_split_together() -> None:
+    """Every op of the experts that can has both split along one axis, in lockstep."""
+    model, batches = Experts(), [batch(0), batch(1)]
+    prepared = prepare(capture(model, batches[0]))
+    mesh = Mesh(("dp", "ep"), (2, 2))
+    analysis = prepared.cut(1).analysis
+    choices = tuple(
+        parse_choice("t a") if "routed" in op.target_name
+        else Choice((analysis.batch_splits[op.index],) * 2)
+        for op in analysis.graph.ops
+    )  # fmt: skip
+    whole = random_assignment(analysis, mesh, 0)
+    stored = {
+        i: (R, S(0)) if analysis.graph.values[i].name.endswith(("up", "down")) else (R, R)
+        for i in whole.stored
+        if analysis.graph.values[i].kind is ValueKind.PARAMETER
+    }
+    stored |= {i: (S(0), S(0, 2)) for i in analysis.graph.inputs}
+    assignment = replace(whole, choices=choices, stored=stored)
+    program = lower_training(Strategy(analysis, assignment), 1)
+    assert "all_to_all" in str(program.kernels[0].forward.code)
+
+    def make_optimizer(parameters: list) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    got = train_program(program, prepared.captured, state_of(model), batches, make_optimizer)
+    assert_same(got, reference_steps(model, batches, make_optimizer), tolerance=1e-5)
