@@ -21,6 +21,10 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 
+# Torch's optimizers import its compiler at first use, which takes longer than the rest of a
+# worker's start.
+import torch._dynamo  # noqa: F401
+
 # The services that workers build: they are imported once, here.
 import autopar.runtime.measure.collective_times
 import autopar.runtime.measure.op_times
