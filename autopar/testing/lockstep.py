@@ -29,7 +29,7 @@ from autopar.comm.ops import (
     SHARD,
     UNSHARD,
     assemble,
-    disassemble,
+    digit_slice,
 )
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import MICROBATCH, Mesh
@@ -60,21 +60,29 @@ def _all_reduce_max(parts: Shards, num: int) -> Shards:
 
 
 def _all_gather(parts: Shards, num: int, dim: int, outer: int) -> Shards:
-    return [assemble(torch.stack(parts), dim, outer) for _ in parts]
+    whole = _joined(parts, dim, outer)
+    return [whole, *(whole.clone() for _ in parts[1:])]
 
 
 def _reduce_scatter(parts: Shards, num: int, dim: int, outer: int) -> Shards:
-    return [x.clone() for x in disassemble(reduced(parts), num, dim, outer)]
+    total = reduced(parts)
+    return [_shard(total, index, num, dim, outer) for index in range(num)]
 
 
 def _all_to_all(
     parts: Shards, num: int, src_dim: int, src_outer: int, dst_dim: int, dst_outer: int
 ) -> Shards:
-    sent = [disassemble(x, num, dst_dim, dst_outer) for x in parts]
     return [
-        assemble(torch.stack([sent[j][i] for j in range(num)]), src_dim, src_outer)
+        _joined([digit_slice(x, num, i, dst_dim, dst_outer) for x in parts], src_dim, src_outer)
         for i in range(num)
     ]
+
+
+def _joined(parts: Shards, dim: int, outer: int) -> Tensor:
+    """The whole of shards that split ``dim`` inside ``outer``; contiguous."""
+    if outer == 1:
+        return torch.cat(parts, dim).contiguous()
+    return assemble(torch.stack(parts), dim, outer)
 
 
 _COLLECTIVES: dict[Any, Collective] = {
@@ -87,13 +95,12 @@ _COLLECTIVES: dict[Any, Collective] = {
 
 
 def _shard(x: Tensor, index: int, num: int, dim: int, outer: int) -> Tensor:
-    return disassemble(x, num, dim, outer)[index].clone()
+    part = digit_slice(x, num, index, dim, outer)
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def _unshard(x: Tensor, index: int, num: int, dim: int, outer: int) -> Tensor:
-    stack = x.new_zeros((num, *x.shape))
-    stack[index] = x
-    return assemble(stack, dim, outer)
+    return _joined([x if i == index else torch.zeros_like(x) for i in range(num)], dim, outer)
 
 
 def _mask(x: Tensor, index: int, num: int) -> Tensor:
@@ -113,6 +120,21 @@ _LOCAL_OPS: dict[Any, Callable[..., Tensor]] = {
 """Functions of one rank's shard and its position in its group."""
 
 
+@functools.lru_cache(maxsize=1024)
+def _groups(mesh: Mesh, label: str) -> tuple[tuple[int, ...], ...]:
+    return mesh.groups(mesh.axes_of(label))
+
+
+@functools.lru_cache(maxsize=1024)
+def _inside(mesh: Mesh, label: str) -> tuple[int, tuple[int, ...], bool]:
+    """The size of a label's groups without micro-batches, the position of each rank in its own,
+    and whether the label names micro-batches."""
+    names = label.split(",")
+    axes = tuple(mesh.axis_names.index(name) for name in names if name != MICROBATCH)
+    places = tuple(mesh.index(rank, axes) for rank in range(mesh.num_devices))
+    return mesh.size(axes), places, MICROBATCH in names
+
+
 class LockstepMachine:
     """Runs a graph on all ranks of a mesh at once."""
 
@@ -120,6 +142,7 @@ class LockstepMachine:
         self.mesh = mesh
         self.seeds = Seeds(mesh, seed)
         self.microbatch = 0
+        self._random: dict[fx.GraphModule, dict[fx.Node, Draw]] = {}
 
     def begin(self, microbatch: int, block: int, phase: Phase) -> None:
         self.microbatch = microbatch
@@ -134,7 +157,9 @@ class LockstepMachine:
     def run(self, module: fx.GraphModule, arguments: Sequence[Shards]) -> list[Shards]:
         env: dict[fx.Node, list[Any]] = {}
         given = iter(arguments)
-        random = random_nodes(module)
+        random = self._random.get(module)
+        if random is None:
+            random = self._random[module] = random_nodes(module)
         with torch.no_grad():
             for node in module.graph.nodes:
                 if node.op == "placeholder":
@@ -171,21 +196,20 @@ class LockstepMachine:
         values = env[source]  # type: ignore[index]
         if node.target in _LOCAL_OPS:
             function = _LOCAL_OPS[node.target]
-            return [function(x, self._index(r, str(label)), *rest) for r, x in enumerate(values)]
+            places = self._places(str(label))
+            return [function(x, place, *rest) for x, place in zip(values, places)]
         result: list[Any] = [None] * self.mesh.num_devices
-        for group in self.mesh.groups(self.mesh.axes_of(str(label))):
+        for group in _groups(self.mesh, str(label)):
             parts = [values[r] for r in group]
             for rank, part in zip(group, _COLLECTIVES[node.target](parts, *rest)):
                 result[rank] = part
         return result
 
-    def _index(self, rank: int, label: str) -> int:
-        """Position of a rank along the axes of a label, at the current micro-batch."""
-        names = [name for name in label.split(",") if name != MICROBATCH]
-        axes = self.mesh.axes_of(",".join(names)) if names else ()
-        inside = self.mesh.index(rank, axes)
-        timed = MICROBATCH in label.split(",")
-        return self.microbatch * self.mesh.size(axes) + inside if timed else inside
+    def _places(self, label: str) -> list[int]:
+        """Position of each rank along the axes of a label, at the current micro-batch."""
+        size, inside, is_timed = _inside(self.mesh, label)
+        first = self.microbatch * size if is_timed else 0
+        return [first + place for place in inside]
 
     def add(self, left: Shards, right: Shards) -> Shards:
         return [a + b for a, b in zip(left, right)]

@@ -29,7 +29,7 @@ PROGRAMS = {
     "mixtral": 6,
 }
 """Programs drawn of each model; of the others, which take longer to lower, two."""
-NUM_SCHEDULES = 12
+NUM_SCHEDULES = 18
 """Schedules that each program is tried under, the plain one among them."""
 NAMES = [*MODELS, *MORE_MODELS, *UNEVEN_MODELS, "gpt2 of 8 layers", "llama of 6 layers"]
 
