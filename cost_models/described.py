@@ -54,7 +54,7 @@ def require_types(owner: str, described: msgspec.Struct) -> None:
         if get_origin(kind) is tuple and not isinstance(value, tuple):
             raise ClusterError(
                 f"{field} is a {type(value).__name__}; a cluster must be hashable, so it must be "
-                f"a tuple. Write {field}=(Level(...),)."
+                f"a tuple. Write {field}=({get_args(kind)[0].__name__}(...),)."
             )
         if not _is_of(kind, value):
             rule = _rule(kind, field, value)
@@ -78,7 +78,8 @@ def _is_of(kind: Any, value: object) -> bool:
 def _rule(kind: Any, field: str, value: object) -> str:
     """The rule for a field of this type, with an example."""
     if get_origin(kind) is tuple:
-        return f"all elements must be of type Level. Write {field}=(Level(...),)."
+        name = get_args(kind)[0].__name__
+        return f"all elements must be of type {name}. Write {field}=({name}(...),)."
     if get_origin(kind) is Literal:
         allowed = [repr(word) for word in get_args(kind)]
         name = field.split(".")[-1]

@@ -6,7 +6,7 @@ strategy.
 
 - The **bound** counts arithmetic alone: the matrix products of the whole batch at their best (whole
   shapes), spread evenly over all devices, after the forward passes that the last pipeline rank
-  waits for.
+  waits for; over unequal islands by their speeds, without these passes.
 - The **guess** is the time of Megatron's strategy: data parallelism along the outer axis, tensor
   parallelism along the inner one with four all-reduces per block and micro-batch, a gradient
   reduction at the end, gathered parameters and recomputed stages if they do not fit, and half of
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from autopar.base.errors import ConstraintError
-from autopar.cost_models import CostError, RooflineModel
+from autopar.cost_models import ComputeModel, CostError, RooflineModel
 from autopar.cost_models.compute import is_product
 from autopar.cost_models.op_work import work
 from autopar.ir.graph import Op
@@ -80,7 +80,8 @@ class Combinations:
         self.boundary_bytes = _boundary_bytes(analysis)
         self.block_flops = _block_flops(analysis)
         self.kept_bytes = kept_bytes(analysis)
-        self.products_s = self._products_s()
+        self.products_s = self._products_s(self.compute)
+        self.gain = self._gain()
         self.whole_s, self.launches_s = self._whole_s()
         self.slowest_share = cache(self._slowest_share)
 
@@ -149,6 +150,8 @@ class Combinations:
     def bound_s(self, combination: Combination) -> float:
         """A lower bound on the step time of a combination."""
         forward_s, total_s = self.products_s
+        if combination.num_devices > 1 and self.cluster.islands:
+            return total_s / self.gain / self.cluster.num_devices
         waits = (combination.num_devices - 1) / combination.num_microbatches
         return (total_s + waits * forward_s) / self.cluster.num_devices
 
@@ -172,6 +175,8 @@ class Combinations:
             once_s = self.communication.estimate("all_reduce", size_bytes, ranks).time_s
             time_s += 4 * num * self.num_blocks / num_devices * once_s
         time_s *= 1 + (num_devices - 1) / (2 * num)
+        if num_devices > 1:
+            time_s /= self.gain
         if data > 1:
             ranks = tuple(range(0, data * tensor, tensor))
             reduced, gathered, stored = (
@@ -200,23 +205,32 @@ class Combinations:
                 found.append(max(stages))
         return min(found) / max(sum(self.block_flops), 1.0)
 
-    def _products_s(self) -> tuple[float, float]:
+    def _products_s(self, compute: ComputeModel) -> tuple[float, float]:
         """Seconds of all matrix products, forward and in total.
 
         0 with measured prices: shards may then be cheaper than a fraction of the whole.
         """
         forward_s = total_s = 0.0
-        if isinstance(self.compute, RooflineModel):
+        if isinstance(compute, RooflineModel):
             for call, count in self.calls:
                 try:
                     found = is_product(work(call))
                 except CostError:
                     continue
                 if found:
-                    estimate = self.compute.estimate(call)
+                    estimate = compute.estimate(call)
                     forward_s += count * estimate.forward_s
                     total_s += count * estimate.total_s
         return forward_s, total_s
+
+    def _gain(self) -> float:
+        """How much faster the devices of all islands are together than as many of the slowest, if
+        each has work for its speed; 1 if all devices are alike."""
+        total_s, num_slowest = self.products_s[1], 0.0
+        for island in self.cluster.islands:
+            island_s = self._products_s(RooflineModel(island.device))[1]
+            num_slowest += island.num_devices * (total_s / island_s if island_s else 1.0)
+        return max(1.0, num_slowest / self.cluster.num_devices)
 
     def _whole_s(self) -> tuple[float, float]:
         """Seconds of the whole batch on one device, and of launching each of its kernels once."""

@@ -361,7 +361,7 @@ class Fit:
         target_bytes, trial = postponed.target_bytes, postponed.option.trial + 1
         if found is not None:
             ranks = option.combination.num_devices
-            cutoff_s = MOST_OVERLAP * self.cutoff_s / self.setting.num_passes * ranks
+            cutoff_s = MOST_OVERLAP * search.most_work_s(self.cutoff_s, ranks)
         self.setting.progress(f"search within {format_bytes(target_bytes)}")
         is_smaller = postponed.is_smaller
         for form in search.smaller_forms(option):

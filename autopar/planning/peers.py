@@ -88,7 +88,7 @@ def _asynchronous(
 ) -> Baseline:
     schedule, best = _built("1f1b", option), option.best
     num_ranks, num = schedule.shape.num_devices, schedule.shape.num_microbatches
-    stages = choose_stages(best, num_ranks, communication, crossing, num_devices=num_ranks)
+    stages = choose_stages(best, schedule.shape, crossing)
     costs = asynchronous_costs(best, stages, schedule, communication, crossing)
     found = ASYNCHRONOUS[name](num_ranks, num, *costs)
     filled = build("1f1b", num_stages=num_ranks, num_microbatches=max(num_ranks, num))

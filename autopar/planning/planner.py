@@ -50,7 +50,8 @@ from autopar.sharding.strategy import Strategy
 DEFAULT_SPACE = Space()
 MIN_LOSS, MIN_EXPOSED = 0.01, 0.1
 """Micro-batches are searched if the memory costs more than `MIN_LOSS` of a step, and on several
-nodes pipelines too if it does, or if `MIN_EXPOSED` of a step is exposed communication."""
+nodes pipelines too if it does, or if `MIN_EXPOSED` of a step is exposed communication; on unequal
+islands always."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +270,8 @@ def _opened(search: Search, found: Sequence[tuple[Search, Fitted]]) -> Search | 
     costs_memory = best is None or best.time_s > (1 + MIN_LOSS) * plain.time_s
     parts = time_parts((best or plain).best)
     is_exposed = parts.communication_s >= MIN_EXPOSED * parts.step_s
-    pipes = setting.cluster.num_nodes > 1 and (costs_memory or is_exposed)
+    cluster = setting.cluster
+    pipes = bool(cluster.islands) or (cluster.num_nodes > 1 and (costs_memory or is_exposed))
     opened = replace(space, is_open=True, num_stages=None if pipes else 1)
     counts = opened.microbatch_counts(setting.prepared.analysis.batch_size)
     if len(counts) == 1 or not (costs_memory or pipes):

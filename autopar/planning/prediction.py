@@ -54,7 +54,6 @@ def predict(
     updates = _update_sources(best)
     done = model_work(pricing.analysis, pricing.cluster.device)
     step_s = parts.step_s + stall_s
-    all_devices_s = step_s * pricing.cluster.num_devices
     on_cpu = pricing.cluster.device.kind == "cpu"
     return Prediction(
         step_time_s=nine_digits(step_s),
@@ -72,7 +71,7 @@ def predict(
         bubble_share=0.0 if pipeline is None else nine_digits(pipeline.bubble_share),
         resident_bytes=memory.device_bytes if on_cpu else None,
         model_flops=done.flops,
-        model_flops_utilisation=nine_digits(done.peak_s / all_devices_s),
+        model_flops_utilisation=nine_digits(_peak_step_s(pricing) / step_s),
         samples_per_s=nine_digits(done.num_samples / step_s),
         tokens_per_s=nine_digits(done.num_tokens / step_s) if done.num_tokens else None,
         analytical_factor=_analytical_factor(best),
@@ -80,6 +79,15 @@ def predict(
         update_source=_weakest(updates),
         num_optimizer_states=pricing.optimizer.num_states,
     )
+
+
+def _peak_step_s(pricing: Pricing) -> float:
+    """Seconds of a step with all devices at the peak of their matrix units."""
+    steps_per_s = 0.0
+    for part in pricing.cluster.islands or (pricing.cluster,):
+        peak_s = model_work(pricing.analysis, part.device).peak_s
+        steps_per_s += part.num_devices / peak_s if peak_s else math.inf
+    return 1 / steps_per_s
 
 
 def _weakest(sources: Iterable[Source]) -> str:

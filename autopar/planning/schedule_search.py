@@ -42,6 +42,7 @@ from autopar.planning.sharding_search import (
     search_within,
 )
 from autopar.planning.space import PipelineChoice
+from autopar.planning.stage_prices import Placement
 from autopar.planning.staging import (
     Staged,
     choose_stages,
@@ -55,7 +56,7 @@ from autopar.pricing.candidate import Candidate
 from autopar.pricing.problem import WHOLE, PricedGraph, Residence, price_graph
 from autopar.pricing.recompute_estimate import droppable, recomputed_to_fit
 from autopar.pricing.step_time import time_parts
-from autopar.schedules import Durations, Links
+from autopar.schedules import Durations, Links, PipelineShape
 from autopar.schedules.generators.forms import Form
 from autopar.schedules.generators.lower_bound import lower_bound_s
 from autopar.search import Solution
@@ -76,7 +77,7 @@ class Search:
         self.setting = setting
         self.space = setting.space
         self.built = functools.cache(Form.build)
-        self.costs: dict[tuple[Candidate, int, int], tuple[Durations, Links]] = {}
+        self.costs: dict[tuple[Candidate, Placement], tuple[Durations, Links]] = {}
         self.options: list[Option] = []
         self.unrestricted: dict[tuple[int, int], list[Candidate]] = {}
         self.best_s, self.has_plan = best_s, math.isfinite(best_s)
@@ -118,11 +119,10 @@ class Search:
             assert option.staged is not None
             assert option.choice is not None
             self.setting.progress(f"improve the order of {option}")
-            costs = stage_costs(
-                option.best, option.staged.stages, self.setting.communication,
-                self.crossing(option.best),
-            )  # fmt: skip
             shape = option.choice.schedule.shape
+            costs = stage_costs(
+                option.best, option.staged.stages, shape, self.crossing(option.best)
+            )
             if self.setting.num_passes * lower_bound_s(shape, costs[0]) >= self.best_s:
                 continue  # no order is faster than the best so far
             place = next(i for i, each in enumerate(self.options) if each is option)
@@ -148,6 +148,8 @@ class Search:
         candidates = tuple(search_meshes(self.setting, cut, meshes))
         self.unrestricted[num_devices, num] = list(candidates)
         least_s = min(candidate.solution.bound for candidate in candidates)
+        if num_devices > 1 and self.setting.cluster.islands:
+            least_s = 0.0  # some pipeline ranks are faster than the devices that it is priced by
         self.setting.progress.bounded(self.setting.num_passes * least_s / num_devices)
         combination = Combination(num_devices, num, meshes[0])
         recomputes = self.space.recompute.is_fixed
@@ -380,7 +382,7 @@ class Search:
         for option in tight:
             if option.time_s >= self.best_s or time.process_time() > self.deadline_s:
                 continue
-            cutoff_s = self.best_s / self.setting.num_passes * combination.num_devices
+            cutoff_s = self.most_work_s(self.best_s, combination.num_devices)
             within = functools.partial(
                 self.within, option, MARGIN * self.setting.budget_bytes, cutoff_s
             )
@@ -390,6 +392,13 @@ class Search:
                     found = within(**smaller)
             if any(each.is_found for each in found):
                 self._options(combination, found, recompute=option.recomputes)
+
+    def most_work_s(self, step_s: float, num_ranks: int) -> float:
+        """The most that a strategy costs in all on pipeline ranks that work for ``step_s``; without
+        limit where some are faster than the devices by which it is priced."""
+        if self.setting.cluster.islands:
+            return math.inf
+        return step_s / self.setting.num_passes * num_ranks
 
     def may_recompute(self, option: Option) -> bool:
         """Whether an option may also be tried with recomputation."""
@@ -459,7 +468,7 @@ class Search:
         """
         try:
             durations, links = self._stage_costs(candidates[0], form)
-            bound_s = self.setting.num_passes * lower_bound_s(form.shape, durations)
+            bound_s = self.setting.num_passes * lower_bound_s(self._shape(form), durations)
             is_late = bound_s >= self.best_s or time.process_time() > self.deadline_s
             if is_extra(form, self.space) and is_late:
                 self.reasons.setdefault(form.text, f"takes at least {format_seconds(bound_s)}")
@@ -480,15 +489,18 @@ class Search:
             return None
         return min(found, key=lambda option: (not self.fits(option), option.time_s))
 
+    def _shape(self, form: Form) -> PipelineShape:
+        """The form's shape; schedules that no list scheduler orders are built for it, once."""
+        return form.shape if form.is_listed else self.built(form).shape
+
     def _stage_costs(self, candidate: Candidate, form: Form) -> tuple[Durations, Links]:
-        """The candidate's costs by stage, which depend on the number of stages alone."""
-        key = candidate, form.num_stages, form.num_devices
+        """The candidate's costs by stage, which depend on where the stages are alone."""
+        shape = self._shape(form)
+        key = candidate, shape.placement
         if key not in self.costs:
-            communication, crossing = self.setting.communication, self.crossing(candidate)
-            stages = choose_stages(
-                candidate, form.num_stages, communication, crossing, num_devices=form.num_devices
-            )
-            self.costs[key] = stage_costs(candidate, stages, communication, crossing)
+            crossing = self.crossing(candidate)
+            stages = choose_stages(candidate, shape, crossing)
+            self.costs[key] = stage_costs(candidate, stages, shape, crossing)
         return self.costs[key]
 
     def _note(self, option: Option) -> Option:

@@ -1,7 +1,7 @@
 """Pipelines over a strategy: where the stages begin, and the simulated time of a step.
 
 In: a priced strategy for the mesh of one pipeline rank, and a schedule. Out: `Staged`: the stages
-(by dynamic programming over the blocks' prices and the traffic between them), and the schedule
+(by dynamic programming over the blocks' prices and the messages between them), and the schedule
 simulated over their times.
 """
 
@@ -22,7 +22,8 @@ from autopar.lowering.pipeline import with_replica_sums
 from autopar.lowering.stages import stage_of_blocks, staged_blocks, stages_from_cuts
 from autopar.planning.combinations import KEPT_SHARE
 from autopar.planning.space import PipelineChoice
-from autopar.pricing.block_times import BlockTimes, StrategyTimes, reading_blocks
+from autopar.planning.stage_prices import links_of, message_s_by_border, times_by_stage
+from autopar.pricing.block_times import BlockTimes, reading_blocks
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.moves import added
 from autopar.pricing.node_memory import late_share
@@ -31,6 +32,7 @@ from autopar.schedules import (
     Durations,
     Kind,
     Links,
+    PipelineShape,
     Schedule,
     Timeline,
     build,
@@ -80,14 +82,7 @@ def stage(
     ``crossing``: the candidate's `crossing_bytes`. Reverse-first-k is simulated for every k, and
     the fastest is taken.
     """
-    stages = choose_stages(
-        candidate,
-        choice.schedule.shape.num_stages,
-        communication,
-        crossing,
-        cuts=choice.cuts,
-        num_devices=choice.num_devices,
-    )
+    stages = choose_stages(candidate, choice.schedule.shape, crossing, cuts=choice.cuts)
     schedules = [choice.schedule]
     if choice.searches_k:
         num_stages, num = stages.num_stages, choice.schedule.shape.num_microbatches
@@ -146,15 +141,13 @@ def recomputed_residence(residence: Residence, graph: Graph) -> Residence:
 
 def choose_stages(
     candidate: Candidate,
-    num_stages: int,
-    communication: CommunicationModel,
+    shape: PipelineShape,
     crossing: Sequence[int],
     *,
-    num_devices: int,
     cuts: tuple[str, ...] | None = None,
 ) -> Stages:
     """The user's stages, or those whose slowest is fastest; raises InputError."""
-    graph = candidate.priced.pricing.graph
+    graph, num_stages = candidate.priced.pricing.graph, shape.num_stages
     if cuts is not None:
         return stages_from_cuts(graph, cuts)
     names = [block.name for block in staged_blocks(graph)]
@@ -166,16 +159,10 @@ def choose_stages(
             "each, and what is between them: if that is more than a quarter of the model, its "
             f"modules with parameters, merged if they have fewer than {MIN_PART_OPS} operators"
         )
-    times = candidate.times.blocks
-    ranks = (0, candidate.mesh.num_devices)
-    if num_devices == 1:
-        starts = cut_chain([times[n].total_s for n in names], [0.0] * (len(names) - 1), num_stages)
-        return Stages(first_blocks=tuple(names[start] for start in starts))
-    traffic_s = [
-        2 * communication.estimate("send_recv", size_bytes, ranks).time_s if size_bytes else 0.0
-        for size_bytes in crossing
-    ]
-    starts = cut_chain([times[name].total_s for name in names], traffic_s, num_stages)
+    times = times_by_stage(candidate, shape)
+    message_s = message_s_by_border(candidate, shape, crossing)
+    block_s = [[each.blocks[name].total_s for name in names] for each in times]
+    starts = cut_chain(block_s, message_s or [0.0] * len(crossing), num_stages)
     return Stages(first_blocks=tuple(names[start] for start in starts))
 
 
@@ -198,14 +185,11 @@ def crossing_bytes(candidate: Candidate) -> list[int]:
 
 
 def stage_costs(
-    candidate: Candidate,
-    stages: Stages,
-    communication: CommunicationModel,
-    crossing: Sequence[int],
+    candidate: Candidate, stages: Stages, shape: PipelineShape, crossing: Sequence[int]
 ) -> tuple[Durations, Links]:
     """Seconds of the stages, and their links: what determines the order of a list schedule."""
-    durations = _durations(_blocks_by_stage(candidate, stages))
-    return durations, _links(candidate, stages, communication, crossing)[0]
+    durations = _durations(_blocks_by_stage(candidate, stages, shape))
+    return durations, links_of(candidate, stages, shape, crossing)[0]
 
 
 def asynchronous_costs(
@@ -217,18 +201,22 @@ def asynchronous_costs(
 ) -> tuple[Durations, Links]:
     """`stage_costs` with the reductions (G) and updates (U) of a schedule with one stage per rank
     that has neither, as a pipeline without a flush runs them."""
+    shape = schedule.shape
     stage_of = stage_of_blocks(stages, candidate.priced.pricing.graph)
-    own = _own_costs(candidate, stage_of, schedule, candidate.times, communication)
-    per_stage = _blocks_by_stage(candidate, stages)
+    own = _own_costs(candidate, stage_of, schedule, communication)
+    per_stage = _blocks_by_stage(candidate, stages, shape)
     durations = _durations(per_stage, tuple(own.move_after_s), tuple(own.update_after_s))
-    return durations, _links(candidate, stages, communication, crossing)[0]
+    return durations, links_of(candidate, stages, shape, crossing)[0]
 
 
-def _blocks_by_stage(candidate: Candidate, stages: Stages) -> list[list[BlockTimes]]:
+def _blocks_by_stage(
+    candidate: Candidate, stages: Stages, shape: PipelineShape
+) -> list[list[BlockTimes]]:
     stage_of = stage_of_blocks(stages, candidate.priced.pricing.graph)
     times: list[list[BlockTimes]] = [[] for _ in range(stages.num_stages)]
+    prices = times_by_stage(candidate, shape)
     for name, stage in stage_of.items():
-        times[stage].append(candidate.times.blocks[name])
+        times[stage].append(prices[stage].blocks[name])
     return times
 
 
@@ -263,9 +251,9 @@ def with_placed_sums(
         return schedule
     reducing = replace(schedule, shape=replace(shape, reduces=True))
     stage_of = stage_of_blocks(stages, candidate.priced.pricing.graph)
-    own = _own_costs(candidate, stage_of, reducing, candidate.times, communication)
-    durations = _durations(_blocks_by_stage(candidate, stages), tuple(own.reduce_s))
-    links, _ = _links(candidate, stages, communication, crossing)
+    own = _own_costs(candidate, stage_of, reducing, communication)
+    durations = _durations(_blocks_by_stage(candidate, stages, shape), tuple(own.reduce_s))
+    links, _ = links_of(candidate, stages, shape, crossing)
     found = [
         with_reductions(schedule, durations, links, hidden_share=share) for share in (0.5, 0.0)
     ]
@@ -286,14 +274,13 @@ def pipeline_times(
     belong to the previous step, several steps are simulated in sequence.
     """
     schedule = schedule.derived(with_replica_sums)
-    times = candidate.times
     stage_of = stage_of_blocks(stages, candidate.priced.pricing.graph)
-    per_stage = _blocks_by_stage(candidate, stages)
-    own = _own_costs(candidate, stage_of, schedule, times, communication)
+    per_stage = _blocks_by_stage(candidate, stages, schedule.shape)
+    own = _own_costs(candidate, stage_of, schedule, communication)
     durations = _durations(per_stage, tuple(own.reduce_s), tuple(own.update_s))
     is_late = any(item.lag for row in schedule.devices for item in row)
     num_iterations = STEADY_ITERATIONS if is_late else 1
-    links, messages = _links(candidate, stages, communication, crossing)
+    links, messages = links_of(candidate, stages, schedule.shape, crossing)
     timeline = simulate(schedule, durations, links, num_iterations=num_iterations)
     num_devices = schedule.shape.num_devices
     last = max(range(num_devices), key=lambda d: own.move_after_s[d] + own.update_after_s[d])
@@ -334,29 +321,6 @@ def _spent(
     return spent
 
 
-def _links(
-    candidate: Candidate,
-    stages: Stages,
-    communication: CommunicationModel,
-    crossing: Sequence[int],
-) -> tuple[Links, Estimate | None]:
-    """The link between neighbouring stages with its messages; the price of the largest, or None."""
-    names = [block.name for block in staged_blocks(candidate.priced.pricing.graph)]
-    sizes = [float(crossing[names.index(first) - 1]) for first in stages.first_blocks[1:]]
-    largest = int(max(sizes, default=0.0))
-    ranks = (0, candidate.mesh.num_devices)
-    if not largest or ranks[1] >= communication.cluster.num_devices:
-        return Links(message_bytes=(*sizes, 0.0)), None
-    latency_s = communication.estimate("send_recv", 0, ranks).time_s
-    whole = communication.estimate("send_recv", largest, ranks)
-    links = Links(
-        latency_s=latency_s,
-        bandwidth_bytes_per_s=largest / max(whole.time_s - latency_s, 1e-12),
-        message_bytes=(*sizes, 0.0),
-    )
-    return links, whole
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OwnCosts:
     """Seconds per step for moving parameters, summing them over pipeline ranks, and updating them.
@@ -376,7 +340,6 @@ def _own_costs(
     candidate: Candidate,
     stage_of: Mapping[str, int],
     schedule: Schedule,
-    times: StrategyTimes,
     communication: CommunicationModel,
 ) -> _OwnCosts:
     """Costs of the parameters; one used by several stages is reduced with the first of them.
@@ -384,29 +347,31 @@ def _own_costs(
     If these stages are on several pipeline ranks, it is reduced after the schedule.
     """
     size, strategy, shape = candidate.mesh.num_devices, candidate.strategy(), schedule.shape
+    by_stage = times_by_stage(candidate, shape)
+    on = [candidate.times_on(device) for device in range(shape.num_devices)]
     reduce_s, update_s = [0.0] * shape.num_stages, [0.0] * shape.num_stages
     move_after_s, update_after_s = [0.0] * shape.num_devices, [0.0] * shape.num_devices
     sums: Estimate | None = None
     users = _users(candidate, stage_of)
     for value, stages in users.items():
         devices = tuple(sorted({row[s] for row in shape.placement for s in stages})) or (0,)
-        parameter, move_s = strategy.graph.values[value], times.move_s.get(value, 0.0)
+        parameter, sum_s = strategy.graph.values[value], 0.0
         if len(devices) > 1 and parameter.differentiable:
             local = local_shape(parameter.shape, strategy.supply(parameter), strategy.mesh)
             size_bytes = math.prod(local) * parameter.stored_dtype.itemsize
             ranks = tuple(device * size for device in devices)
             total = communication.estimate("all_reduce", size_bytes, ranks)
-            move_s, sums = move_s + total.time_s, added(sums, total)
+            sum_s, sums = total.time_s, added(sums, total)
         in_stage = len(stages) == 1 or (bool(stages) and len(devices) == 1)
         if in_stage and shape.reduces:
-            reduce_s[min(stages)] += move_s
+            reduce_s[min(stages)] += by_stage[min(stages)].move_s.get(value, 0.0) + sum_s
         if in_stage and shape.updates:
-            update_s[min(stages)] += times.update_s.get(value, 0.0)
+            update_s[min(stages)] += by_stage[min(stages)].update_s.get(value, 0.0)
         for device in devices:
             if not (in_stage and shape.reduces):
-                move_after_s[device] += move_s
+                move_after_s[device] += on[device].move_s.get(value, 0.0) + sum_s
             if not (in_stage and shape.updates):
-                update_after_s[device] += times.update_s.get(value, 0.0)
+                update_after_s[device] += on[device].update_s.get(value, 0.0)
     return _OwnCosts(
         reduce_s=reduce_s,
         update_s=update_s,

@@ -337,7 +337,7 @@ def _figures(plan: PlanFields) -> dict[str, str]:
     }
     return {
         "strategy": strategy_name(plan),
-        "devices": f"{plan.cluster.num_devices} x {plan.cluster.device.name}",
+        "devices": plan.cluster.devices_text,
         "mesh": str(plan.device_mesh),
         "schedule": f"{schedule.name}, {schedule.num_stages} stages",
         "micro-batches": str(schedule.num_microbatches),

@@ -123,7 +123,7 @@ def _facts(plan: PlanFields) -> tuple[tuple[str, str], ...]:
         model += f", {graph.precision}"
     if graph.batch_norm == "local":
         model += ", batch norm over each shard"
-    devices = f"{plan.cluster.num_devices} x {plan.cluster.device.name}"
+    devices = plan.cluster.devices_text
     has_ranks = schedule.num_devices > 1
     if plan.may_split:
         devices += f", mesh {plan.device_mesh}" + " on each pipeline rank" * has_ranks

@@ -59,7 +59,7 @@ def _summary(plan: PlanFields) -> Rows:
     where = " on each pipeline rank" if plan.schedule.num_devices > 1 else ""
     return [
         ("mesh", f"{plan.device_mesh}{where}"),
-        ("devices", f"{plan.cluster.num_devices} x {plan.cluster.device.name}"),
+        ("devices", plan.cluster.devices_text),
         ("model", f"{graph.num_parameters:,} parameters, {graph.num_ops} ops"),
         ("inputs", inputs_text(plan)),
         ("inputs stored", ", ".join(f"{_input(n)}: {text}" for n, text in plan.inputs.items())),

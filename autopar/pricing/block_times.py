@@ -40,6 +40,10 @@ class BlockTimes:
     fetch_back_s: float
 
     @property
+    def forward_compute_s(self) -> float:
+        return self.forward_s - self.forward_communication_s
+
+    @property
     def backward_s(self) -> float:
         return self.input_grad_s + self.weight_grad_s
 

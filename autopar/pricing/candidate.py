@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
+from autopar.cost_models import Cluster
 from autopar.ir.mesh import Mesh
 from autopar.ir.recomputation import NOTHING, Recomputation
-from autopar.pricing.block_times import StrategyTimes, strategy_times
+from autopar.pricing.block_times import BlockTimes, StrategyTimes, strategy_times
+from autopar.pricing.islands import on_islands
 from autopar.pricing.problem import WHOLE, PricedGraph, Residence
 from autopar.search import Solution
 from autopar.sharding.strategy import Strategy
@@ -60,9 +63,36 @@ class Candidate:
     @cached_property
     def times(self) -> StrategyTimes:
         """The prices by block and by parameter; input gradients include recomputation."""
-        plain = self.plain_times
+        return self._with_recomputation(self.plain_times)
+
+    def times_on(self, rank: int) -> StrategyTimes:
+        """`times` on a pipeline rank, whose devices may be those of an island."""
+        size = self.mesh.num_devices
+        found = self.priced.pricing.cluster.island_at(rank * size, size)
+        return self.times if found is None else self._island_times(found[1])
+
+    @cached_property
+    def _island_times(self) -> Callable[[Cluster], StrategyTimes]:
+        priced_on, picks = self.priced.derived(on_islands), self.solution.assignment
+
+        @cache
+        def times(island: Cluster) -> StrategyTimes:
+            return self._with_recomputation(
+                strategy_times(priced_on(island), picks, self.released, self.scattered)
+            )
+
+        return times
+
+    def _with_recomputation(self, plain: StrategyTimes) -> StrategyTimes:
+        """Prices with what blocks recompute, which takes its share of their forward computation."""
+
+        def recomputed_s(name: str, there: BlockTimes) -> float:
+            time_s, here = self.recomputation.time_s(name), self.plain_times.blocks[name]
+            same = there is here or not here.forward_compute_s
+            return time_s if same else time_s * there.forward_compute_s / here.forward_compute_s
+
         blocks = {
-            name: replace(times, input_grad_s=times.input_grad_s + self.recomputation.time_s(name))
+            name: replace(times, input_grad_s=times.input_grad_s + recomputed_s(name, times))
             for name, times in plain.blocks.items()
         }
         return replace(plain, blocks=blocks)
