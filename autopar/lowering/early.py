@@ -388,7 +388,7 @@ def _rows_of(
 ) -> fx.Node:
     """The rows of a product, or of the gradient of a table, as new nodes of a graph."""
     first, end = rows
-    call = _Caller(graph)
+    call = _Caller(graph, node)
     if node.target is _MM:
         left, right = (env[n] for n in node.args)  # type: ignore[index]
         return call(_MM, call(torch.ops.aten.slice.Tensor, left, 0, first, end), right)
@@ -410,13 +410,16 @@ def _rows_of(
 
 
 class _Caller:
-    """Adds calls to a graph, with the values that they would have where those are known."""
+    """Adds the calls that replace a node to a graph, with the values that they would have where
+    those are known; they belong to the op of the node."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, replaced: fx.Node) -> None:
         self.graph = graph
+        self.custom = replaced.meta.get("custom") or {}
 
     def __call__(self, target: Callable[..., Any], *args: Any) -> fx.Node:
         node = self.graph.call_function(target, args)
         values = fx.map_arg(args, lambda n: n.meta.get("val"))
         node.meta["val"] = target(*values)
+        node.meta["custom"] = self.custom
         return node

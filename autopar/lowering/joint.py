@@ -38,6 +38,7 @@ from autopar.base.torch_private import is_overload, written_arguments
 from autopar.comm.ops import COLLECTIVES, SHARD
 from autopar.cost_models.memory import graph_memory
 from autopar.ir.random_ops import DRAWN_AS, is_random
+from autopar.lowering.op_marks import mark_weight_gradients, op_place
 from autopar.lowering.types import Kernel, TensorMeta
 
 _INDEXING = "<built-in function getitem>"
@@ -97,6 +98,7 @@ class Joint:
         self.input_grads = tuple(i for i in self.grads if not is_weight[i])
         self.weight_grads = tuple(i for i in self.grads if is_weight[i])
         self.order = {n: i for i, n in enumerate(module.graph.nodes)}
+        mark_weight_gradients([*self.order], {self.grads[i] for i in self.input_grads})
         self.late = self._reach(self.cotangents)
         forward = _ancestors(self.outputs)
         self.forward_nodes = forward - self._cheap()
@@ -350,12 +352,6 @@ class _Split:
         if node not in self.saved:
             self.saved.append(node)
         return ("saved", self.saved.index(node))
-
-
-def op_place(node: fx.Node) -> int | None:
-    """The place in its block of the op that a node was traced from; None for redistributions."""
-    place: int | None = (node.meta.get("custom") or {}).get("op_place")
-    return place
 
 
 def _is_item(node: fx.Node) -> bool:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.fx.traceback import annotate
 
 from autopar.comm.ops import move
 from autopar.ir.graph import Block, Graph, Op, Ref, Value, ValueKind, map_refs
 from autopar.ir.placement import Placements, local_shape
+from autopar.lowering.op_marks import mark_gradient, marking
 from autopar.lowering.types import BlockInterface
 from autopar.rules.context import LocalContext
 from autopar.rules.local import run_local
@@ -103,8 +103,10 @@ class _BlockMachine:
         )
         # Random ops draw equal numbers on replicas and different ones on shards: see
         # autopar.runtime.machine.randomness, which reads this from the traced nodes.
-        with annotate({"split_axes": split_axes, "op_place": op.index - self.first_op}):
+        place = op.index - self.first_op
+        with marking(place, split_axes=split_axes):
             results = run_local(context, operands)
+        mark_gradient(place, [x for x in results if isinstance(x, Tensor)], operands)
         for index, supply, result in zip(op.outputs, supplies, results):
             if index is not None:
                 self._define(graph.values[index], supply, result)

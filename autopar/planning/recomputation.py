@@ -18,18 +18,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor, fx
-from torch.fx.node import map_arg
+from torch import fx
 
 from autopar.base.errors import InputError
 from autopar.base.spelling import did_you_mean
-from autopar.base.torch_private import flop_formula, is_overload
 from autopar.base.units import format_bytes
 from autopar.cost_models.allocator import allocator_of
 from autopar.cost_models.hardware import DeviceSpec
+from autopar.cost_models.traced import roofline_s
 from autopar.ir.block_names import lies_in
 from autopar.ir.recomputation import BlockRecomputation, Recomputation
-from autopar.lowering.joint import Joint, op_place
+from autopar.lowering.joint import Joint
+from autopar.lowering.op_marks import op_place
 from autopar.lowering.program import Traces
 from autopar.lowering.types import BlockProgram, RankProgram
 from autopar.memory.kernel import KernelMemory, kernel_memory
@@ -445,25 +445,6 @@ def _node_seconds(
         if whole is not None and total > 0:
             seconds |= {node: seconds[node] * whole / total for node in nodes}
     return seconds
-
-
-def roofline_s(node: fx.Node, device: DeviceSpec) -> float:
-    """The larger of arithmetic and memory time of one traced call; 0 for views."""
-    if getattr(node.target, "is_view", False) or not is_overload(node.target):
-        return 0.0
-    result = node.meta.get("val")
-    made = [result] if isinstance(result, Tensor) else [*(result or ())]
-    read = [n.meta.get("val") for n in node.all_input_nodes]
-    moved = sum(x.numel() * x.element_size() for x in (*made, *read) if isinstance(x, Tensor))
-    memory_s = moved / device.memory_bandwidth_bytes_per_s
-    count = flop_formula(node.target)
-    tensors = [x for x in made if isinstance(x, Tensor)]
-    if count is None or not tensors:
-        return memory_s
-    args: Any = map_arg(node.args, lambda n: n.meta["val"])
-    kwargs: Any = map_arg(node.kwargs, lambda n: n.meta["val"])
-    flops = count(*args, **kwargs, out_val=result)
-    return max(memory_s, flops / device.matrix_flops_per_s(tensors[0].dtype))
 
 
 def _with_parents(paths: Sequence[str]) -> set[str]:

@@ -407,7 +407,9 @@ class Compiled(ModuleHabits, Closing):
             plan=self.plan,
             step_times_s=tuple(time_s for time_s, _ in steps),
             actions=tuple(map(tuple, next(found for time_s, found in steps if time_s == median_s))),
-            ops=op_profiles(op_prices(self.plan, self._captured), self.program, ops),
+            ops=op_profiles(
+                op_prices(self.plan, self._captured), self.program, ops, self.plan.cluster.device
+            ),
         )
 
     def _op_seconds(

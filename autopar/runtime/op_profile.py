@@ -1,223 +1,238 @@
-"""The ops of measured steps beside their predicted times, and those furthest from them.
+"""The ops of measured steps, pass by pass, beside their predicted times.
 
 In: the seconds of each node by step and rank, and the prices of the plan's ops. Out: one value for
-each op's forward and each block's backward pass, a table, the numbers of a figure, and measured
-calls to calibrate prices with. A node of a backward graph does not know which op's gradient it is
-part of, so backward passes are compared block by block.
+each op's forward pass, its gradient, and where it is recomputed; and one for what a block runs
+between its ops. `autopar.runtime.op_tables` shows them.
 """
 
 from __future__ import annotations
 
 import functools
-import re
+import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
 
-from autopar.base.units import format_seconds
-from autopar.cost_models import Calibration, DeviceSpec, OpCall, calibrate
-from autopar.cost_models.estimate import Source, weakest
+from torch import fx
+
+from autopar.cost_models import DeviceSpec, OpCall
+from autopar.cost_models.estimate import Source
 from autopar.cost_models.store import OpTime
-from autopar.lowering.joint import op_place
+from autopar.cost_models.traced import roofline_s
+from autopar.lowering.op_marks import Gradient, gradient_of, op_place
 from autopar.lowering.types import Kernel, RankProgram
-from autopar.plans.bars import Bars, Series, Unit
-from autopar.plans.blocks import folded, pattern_of
-from autopar.plans.layout import Section
-from autopar.runtime.machine.op_clock import OpSeconds
+from autopar.runtime.machine.op_clock import OpSeconds, timed_graphs
 from autopar.runtime.machine.protocols import Phase
 from autopar.runtime.measure.op_prices import OpPrice
 
-_COUNT = re.compile(r"_\d+$")  # of an op among those of its operator
-MOST_OPS = 10
-"""How many rows a report has of the ops that are furthest from their predictions."""
-BACKWARD = "backward pass"
-NOTE = (
-    "Forward op by op, backward block by block, each op with its call from Python. Graphs that "
-    "Inductor compiled are not timed; communication between blocks is left out."
-)
+BETWEEN = "between ops"
+"""The operator of what a block runs that belongs to no op."""
+
+
+class Pass(StrEnum):
+    """The part of a step in which an op runs. A stage that is recomputed as a whole runs its
+    forward pass twice, and FORWARD counts both."""
+
+    FORWARD = "forward"
+    RECOMPUTED = "recomputed"
+    BACKWARD = "backward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpProfile:
-    """An op's forward pass in a step, or the backward pass of a block (``operator`` `BACKWARD`).
+    """An op in one pass of a step, or all that a block runs between its ops (`BETWEEN`).
 
-    ``measured_s``: of all micro-batches, on the slowest rank, the median of the steps; as is
-    ``predicted_s``. ``measured_call``: what a device computed for one micro-batch, with its time;
-    None where there is no single call.
+    ``name``: the op's, or the block's with ``operator`` `BETWEEN`, which has no prediction and no
+    ``source``. ``measured_s``: of all micro-batches, the median of the steps, on the rank that
+    takes longest for the block; as is ``predicted_s``. ``call``: what a device computes for one
+    micro-batch, None where that is no single call; ``times``, with the forward pass, its seconds in
+    both directions.
     """
 
     name: str
     operator: str
     block: str
+    direction: Pass
     measured_s: float
     predicted_s: float
-    source: Source
-    measured_call: tuple[OpCall, OpTime] | None = None
+    source: Source | None
+    call: OpCall | None = None
+    times: OpTime | None = None
+
+    @property
+    def measured_call(self) -> tuple[OpCall, OpTime] | None:
+        """The call with its times, for a calibration; None but for a forward pass."""
+        return None if self.call is None or self.times is None else (self.call, self.times)
+
+
+class _Part(NamedTuple):
+    """What some nodes of a block compute: a pass of the op at a place, of its backward pass one
+    gradient; or no op's."""
+
+    direction: Pass
+    place: int | None
+    gradient: Gradient | None
 
 
 def op_profiles(
     prices: Sequence[OpPrice],
     program: RankProgram,
     steps: Sequence[Sequence[Sequence[OpSeconds]]],
+    device: DeviceSpec,
 ) -> tuple[OpProfile, ...]:
-    """Every op and every backward pass of a block that ran in the ``steps``, each a list of the
-    nodes' seconds by rank.
+    """Every op in every pass in which it ran in the ``steps``, each a list of the nodes' seconds by
+    rank, and what blocks ran between them. The times of a block add up to all of its nodes'.
 
     ``program``: as it was lowered in this process, whose nodes know their ops.
     """
     measured, made = _measured(program, steps), list[OpProfile]()
-    by_block: defaultdict[str, list[OpPrice]] = defaultdict(list)
-    for price in prices:
-        by_block[price.block].append(price)
-        time_s = measured.get((price.block, price.place))
-        if time_s:
-            made.append(
-                OpProfile(
-                    name=price.name, operator=price.operator, block=price.block,
-                    measured_s=time_s, predicted_s=price.estimate.forward_s,
-                    source=price.estimate.source,
-                    measured_call=_call(price, time_s / program.num_microbatches, len(steps)),
-                )
-            )  # fmt: skip
-    for block, inside in by_block.items():
-        time_s = measured.get((block, None))
-        if time_s:
-            made.append(
-                OpProfile(
-                    name=block, operator=BACKWARD, block=block, measured_s=time_s,
-                    predicted_s=sum(price.estimate.backward_s for price in inside),
-                    source=weakest(price.estimate.source for price in inside),
-                )
-            )  # fmt: skip
+    kernels = {block.name: program.kernels[block.kernel] for block in program.blocks}
+    twice = _run_twice(program)
+    for block, inside in itertools.groupby(prices, key=lambda price: price.block):
+        times, runs = measured.get(block, {}), 2 if block in twice else 1
+        for price in inside:
+            found = _Op(price, times, runs, program.num_microbatches, len(steps))
+            made += found.rows(kernels, device)
+        for direction in Pass:
+            time_s = times.get(_Part(direction, None, None), 0.0)
+            if time_s:
+                made.append(
+                    OpProfile(
+                        name=block, operator=BETWEEN, block=block, direction=direction,
+                        measured_s=time_s, predicted_s=0.0, source=None,
+                    )
+                )  # fmt: skip
     return tuple(made)
 
 
-def _call(price: OpPrice, time_s: float, num_samples: int) -> tuple[OpCall, OpTime] | None:
-    if price.call is None:
-        return None
-    return price.call, OpTime(
-        forward_s=time_s, input_grad_s=0.0, weight_grad_s=0.0, spread=0.0, num_samples=num_samples
+@dataclass(frozen=True, slots=True)
+class _Op:
+    """An op's price beside the seconds of its block's parts; it ran forward ``runs`` times."""
+
+    price: OpPrice
+    times: Mapping[_Part, float]
+    runs: int
+    num_microbatches: int
+    num_samples: int
+
+    def rows(self, kernels: Mapping[str, Kernel], device: DeviceSpec) -> Iterator[OpProfile]:
+        estimate = self.price.estimate
+        forward_s = self._time(Pass.FORWARD)
+        if forward_s:
+            predicted_s = self.runs * estimate.forward_s
+            yield self._row(Pass.FORWARD, forward_s, predicted_s, self._call_times())
+        again_s = self._time(Pass.RECOMPUTED)
+        if again_s:
+            share = _recomputed_share(kernels[self.price.block], self.price.place, device)
+            yield self._row(Pass.RECOMPUTED, again_s, share * estimate.forward_s)
+        backward_s = sum(self._gradients())
+        if backward_s:
+            yield self._row(Pass.BACKWARD, backward_s, estimate.backward_s)
+
+    def _time(self, direction: Pass, gradient: Gradient | None = None) -> float:
+        return self.times.get(_Part(direction, self.price.place, gradient), 0.0)
+
+    def _gradients(self) -> tuple[float, float]:
+        """Seconds of the gradients of inputs and parameters.
+
+        A call that computes both is divided in the proportion of their predictions.
+        """
+        input_s = self._time(Pass.BACKWARD, Gradient.INPUT)
+        weight_s = self._time(Pass.BACKWARD, Gradient.WEIGHT)
+        estimate = self.price.estimate
+        if not weight_s and estimate.backward_s:
+            weight_s = input_s * estimate.weight_grad_s / estimate.backward_s
+            input_s -= weight_s
+        return input_s, weight_s
+
+    def _call_times(self) -> OpTime:
+        num = self.num_microbatches
+        input_s, weight_s = self._gradients() if self.price.is_derived else (0.0, 0.0)
+        return OpTime(
+            forward_s=self._time(Pass.FORWARD) / self.runs / num,
+            input_grad_s=input_s / num, weight_grad_s=weight_s / num,
+            spread=0.0, num_samples=self.num_samples,
+        )  # fmt: skip
+
+    def _row(
+        self,
+        direction: Pass,
+        measured_s: float,
+        predicted_s: float,
+        times: OpTime | None = None,
+    ) -> OpProfile:
+        return OpProfile(
+            name=self.price.name, operator=self.price.operator, block=self.price.block,
+            direction=direction, measured_s=measured_s, predicted_s=predicted_s,
+            source=self.price.estimate.source, call=self.price.call, times=times,
+        )  # fmt: skip
+
+
+def _recomputed_share(kernel: Kernel, place: int, device: DeviceSpec) -> float:
+    """The part of an op's forward pass that a backward pass repeats, by the roofline."""
+    _, *backward = timed_graphs(kernel)
+    graphs = backward[:2]
+    again_s = sum(
+        roofline_s(node, device)
+        for module in graphs
+        if module is not None
+        for node in module.graph.nodes
+        if op_place(node) == place and gradient_of(node) is None
     )
+    nodes = (node for node in kernel.forward.graph.nodes if op_place(node) == place)
+    forward_s = sum(roofline_s(node, device) for node in nodes)
+    return again_s / forward_s if forward_s else 0.0
+
+
+def _run_twice(program: RankProgram) -> set[str]:
+    """The blocks of stages that are recomputed as a whole."""
+    pipeline = program.pipeline
+    return {
+        block.name
+        for block, stage in zip(program.blocks, pipeline.stage_of_block, strict=True)
+        if stage in pipeline.shape.recomputed
+    }
 
 
 def _measured(
     program: RankProgram, steps: Sequence[Sequence[Sequence[OpSeconds]]]
-) -> dict[tuple[str, int | None], float]:
-    """Seconds by block and place of an op in it, or None for the block's backward pass."""
-    samples: defaultdict[tuple[str, int | None, int], list[float]] = defaultdict(list)
-    places_of = functools.cache(_places)
+) -> dict[str, dict[_Part, float]]:
+    """Seconds of each block's parts on the rank where they take longest together."""
+    samples: defaultdict[tuple[str, int], defaultdict[_Part, list[float]]]
+    samples = defaultdict(lambda: defaultdict(list))
+    parts_of = functools.cache(_parts)
     for step in steps:
         for rank, found in enumerate(step):
-            for (block, place), time_s in _by_op(program, found, places_of).items():
-                samples[block, place, rank].append(time_s)
-    slowest: dict[tuple[str, int | None], float] = {}
-    for (block, place, _), times in samples.items():
-        key = block, place
-        slowest[key] = max(slowest.get(key, 0.0), statistics.median(times))
+            totals: defaultdict[tuple[str, _Part], float] = defaultdict(float)
+            for each in found:
+                block = program.blocks[each.block]
+                parts = parts_of(program.kernels[block.kernel])
+                totals[block.name, parts[each.graph][each.node]] += each.time_s
+            for (name, part), time_s in totals.items():
+                samples[name, rank][part].append(time_s)
+    slowest: dict[str, dict[_Part, float]] = {}
+    for (name, _), found_parts in samples.items():
+        times = {part: statistics.median(each) for part, each in found_parts.items()}
+        if sum(times.values()) > sum(slowest.get(name, {}).values()):
+            slowest[name] = times
     return slowest
 
 
-def _by_op(
-    program: RankProgram,
-    found: Sequence[OpSeconds],
-    places_of: Callable[[Kernel], tuple[int | None, ...]],
-) -> Mapping[tuple[str, int | None], float]:
-    """The nodes of each op together, and all nodes of a block's backward graphs; redistributions
-    in forward graphs belong to no op."""
-    totals: defaultdict[tuple[str, int | None], float] = defaultdict(float)
-    for each in found:
-        block = program.blocks[each.block]
-        if each.phase is not Phase.FORWARD:
-            totals[block.name, None] += each.time_s
-        elif (place := places_of(program.kernels[block.kernel])[each.node]) is not None:
-            totals[block.name, place] += each.time_s
-    return totals
-
-
-def _places(kernel: Kernel) -> tuple[int | None, ...]:
-    """The place in its block of the op of each node of a forward graph."""
-    return tuple(op_place(node) for node in kernel.forward.graph.nodes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpGroup:
-    """Equal ops of repeated layers, with the sums of their seconds in a step."""
-
-    ops: tuple[OpProfile, ...]
-
-    @property
-    def label(self) -> str:
-        return folded([op.name for op in self.ops])
-
-    @property
-    def measured_s(self) -> float:
-        return sum(op.measured_s for op in self.ops)
-
-    @property
-    def predicted_s(self) -> float:
-        return sum(op.predicted_s for op in self.ops)
-
-    @property
-    def ratio(self) -> float | None:
-        """Measured over predicted; None without a price."""
-        return self.measured_s / self.predicted_s if self.predicted_s else None
-
-
-def worst_groups(ops: Sequence[OpProfile], most: int = MOST_OPS) -> tuple[OpGroup, ...]:
-    """The ops furthest from their predictions in seconds of a step, equal ones as one."""
-    groups: defaultdict[Hashable, list[OpProfile]] = defaultdict(list)
-    for op in ops:
-        call = None if op.measured_call is None else op.measured_call[0]
-        groups[pattern_of(_COUNT.sub("", op.name)), op.operator, call].append(op)
-    made = [OpGroup(ops=tuple(found)) for found in groups.values()]
-    return tuple(sorted(made, key=lambda g: -abs(g.measured_s - g.predicted_s))[:most])
-
-
-def op_section(ops: Sequence[OpProfile]) -> Section:
-    """The table of the worst predictions, under the sums of all ops."""
-    total = OpGroup(ops=tuple(ops))
-    title = f"op by op: {format_seconds(total.measured_s)} a step"
-    if total.ratio is not None:
-        title += f", {total.ratio:.2f} of the predicted {format_seconds(total.predicted_s)}"
-    return Section(
-        title=f"{title}; furthest from their predictions:",
-        columns=("op", "operator", "measured", "predicted", "ratio", "price"),
-        rows=tuple(
-            (
-                group.label,
-                group.ops[0].operator,
-                format_seconds(group.measured_s),
-                format_seconds(group.predicted_s),
-                "" if group.ratio is None else f"{group.ratio:.2f}",
-                str(weakest(op.source for op in group.ops)),
-            )
-            for group in worst_groups(ops)
-        ),
-        notes=(NOTE,),
-        wraps=True,
-    ).used_columns()
-
-
-def ops_data(ops: Sequence[OpProfile]) -> Bars:
-    """Predicted and measured seconds of the ops furthest from their predictions."""
-    groups = worst_groups(ops)
-    predicted = tuple(group.predicted_s for group in groups)
-    measured = tuple(group.measured_s for group in groups)
-    return Bars(
-        title="Ops furthest from their predictions: seconds of a step on one device",
-        unit=Unit.SECONDS,
-        rows=tuple(
-            f"{group.label}, backward" if group.ops[0].operator == BACKWARD else group.label
-            for group in groups
-        ),
-        series=(
-            Series(name="predicted", values=predicted, texts=tuple(map(format_seconds, predicted))),
-            Series(name="measured", values=measured, texts=tuple(map(format_seconds, measured))),
-        ),
+def _parts(kernel: Kernel) -> tuple[tuple[_Part, ...], ...]:
+    """What the nodes of each graph of a kernel compute."""
+    return tuple(
+        () if module is None else tuple(_part(node, graph) for node in module.graph.nodes)
+        for graph, module in enumerate(timed_graphs(kernel))
     )
 
 
-def calibration_of(device: DeviceSpec, ops: Sequence[OpProfile]) -> Calibration:
-    """The efficiencies of a device fitted to the ops of measured steps."""
-    return calibrate(device, [op.measured_call for op in ops if op.measured_call is not None])
+def _part(node: fx.Node, graph: int) -> _Part:
+    place, gradient = op_place(node), gradient_of(node)
+    if graph == Phase.FORWARD:
+        return _Part(Pass.FORWARD, place, None)
+    if place is None or gradient is not None:
+        return _Part(Pass.BACKWARD, place, gradient)
+    return _Part(Pass.RECOMPUTED, place, None)

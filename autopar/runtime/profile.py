@@ -22,10 +22,10 @@ from autopar.plans.bars import Bars, Series, Unit
 from autopar.plans.document import Plan
 from autopar.plans.layout import WIDTH, Section, text_lines
 from autopar.plans.timeline import predicted_timeline, stage_durations
-from autopar.runtime.op_profile import (
+from autopar.runtime.op_profile import OpProfile
+from autopar.runtime.op_tables import (
     MOST_OPS,
     OpGroup,
-    OpProfile,
     calibration_of,
     op_section,
     ops_data,
@@ -155,8 +155,11 @@ class Profile:
         """The tables of the report."""
         p, num = self.plan.prediction, len(self.step_times_s)
         mfu = f", {self.model_flops_utilisation:.1%} MFU" if p.model_flops_utilisation else ""
+        steps, each = (
+            ("1 measured step", "") if num == 1 else (f"{num} measured steps", " each (median)")
+        )
         first = Section(
-            title=f"{num} measured steps: {format_seconds(self.step_time_s)} each (median){mfu}, "
+            title=f"{steps}: {format_seconds(self.step_time_s)}{each}{mfu}, "
             f"{self.ratio:.2f} of the predicted {format_seconds(p.step_time_s)}",
         )
         ops = [op_section(self.ops)] if self.ops else []

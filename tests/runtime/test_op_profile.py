@@ -2,56 +2,77 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections import defaultdict
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import autopar
 from autopar.base.units import format_seconds
-from autopar.lowering.joint import op_place
-from autopar.runtime.machine.op_clock import HostMoment, OpClock, OpSeconds, moments_of
+from autopar.cost_models.work import Family
+from autopar.lowering.op_marks import Gradient, gradient_of, op_place
+from autopar.lowering.types import Role
+from autopar.runtime.machine.op_clock import (
+    HostMoment,
+    OpClock,
+    OpSeconds,
+    moments_of,
+    timed_graphs,
+)
 from autopar.runtime.machine.protocols import Phase
 from autopar.runtime.measure.op_prices import op_prices
-from autopar.runtime.op_profile import BACKWARD, op_profiles, worst_groups
+from autopar.runtime.op_profile import BETWEEN, OpProfile, Pass, op_profiles
+from autopar.runtime.op_tables import worst_groups
 from autopar.runtime.profile import Profile
 from tests.models.zoo import build
 
 ADAM = functools.partial(torch.optim.Adam, lr=1e-3)
 
 
-def test_every_op_that_computes_and_every_backward_pass_is_timed(
+def by_name(profile: Profile, direction: Pass) -> dict[str, OpProfile]:
+    """The ops of a pass by name."""
+    found = [o for o in profile.ops if o.direction is direction and o.operator != BETWEEN]
+    named = {op.name: op for op in found}
+    assert len(named) == len(found)
+    return named
+
+
+def test_every_op_that_computes_is_timed_in_both_directions(
     profiled: tuple[Any, Profile],
 ) -> None:
     compiled, profile = profiled
-    forward = {op.name: op for op in profile.ops if op.operator != BACKWARD}
-    backward = [op for op in profile.ops if op.operator == BACKWARD]
-    assert len(forward) + len(backward) == len(profile.ops)
+    forward, backward = by_name(profile, Pass.FORWARD), by_name(profile, Pass.BACKWARD)
     planned = [op for module in compiled.plan.modules for op in module.ops]
-    assert set(forward) <= set(planned)
-    for name in planned:
-        if name.startswith(("addmm", "linear", "native_layer_norm", "layer_norm", "embedding")):
-            assert forward[name].measured_s > 0
-    trained = {m.block for m in compiled.plan.modules if m.weight_grad_s}
-    assert trained <= {op.block for op in backward}
+    assert set(forward) | set(backward) <= set(planned)
+    timed = ("addmm", "layer_norm", "embedding", "scaled_dot_product_attention", "tanh")
+    wanted = {name for name in planned if name.startswith(timed)}
+    assert wanted >= {"addmm", "tanh"}
+    for found in (forward, backward):
+        assert wanted <= set(found)
+        assert all(op.measured_s > 0 for op in found.values())
+    totals = {name for name, op in forward.items() if op.block == "totals"}
+    assert totals
+    assert not totals & set(backward)
 
 
 def test_predictions_add_up_to_those_of_the_plan(profiled: tuple[Any, Profile]) -> None:
     """By module and by block: the sums of its ops' prices, without the communication in them."""
     compiled, profile = profiled
-    forward = {op.name: op.predicted_s for op in profile.ops if op.operator != BACKWARD}
-    backward = {op.name: op.predicted_s for op in profile.ops if op.operator == BACKWARD}
+    forward, backward = by_name(profile, Pass.FORWARD), by_name(profile, Pass.BACKWARD)
     checked = 0
     for module in compiled.plan.modules:
         if set(module.ops) <= set(forward):  # views need no call of their own in some forms
             checked += 1
-            found = sum(forward[op] for op in module.ops)
+            found = sum(forward[op].predicted_s for op in module.ops)
             assert found == pytest.approx(module.forward_s, rel=1e-6)
+            found = sum(backward[op].predicted_s for op in module.ops if op in backward)
+            assert found == pytest.approx(module.backward_s, rel=1e-6)
     assert checked > 3
-    for block, predicted_s in backward.items():
-        modules = [m for m in compiled.plan.modules if m.block == block]
-        assert predicted_s == pytest.approx(sum(m.backward_s for m in modules), rel=1e-6)
+    assert all(op.predicted_s == 0 for op in profile.ops if op.operator == BETWEEN)
 
 
 def test_the_worst_predictions_are_named_with_the_numbers_of_the_ops(
@@ -90,6 +111,96 @@ def test_the_same_numbers_feed_the_calibration(profiled: tuple[Any, Profile]) ->
     wanted = autopar.calibrate(compiled.plan.cluster.device, calls)
     assert profile.calibration() == wanted
     assert wanted.uncertainty
+    for name, op in by_name(profile, Pass.BACKWARD).items():
+        if name.startswith(("addmm", "layer_norm", "tanh")):
+            times = by_name(profile, Pass.FORWARD)[name].times
+            assert times is not None
+            backward_s = times.input_grad_s + times.weight_grad_s
+            assert backward_s * num == pytest.approx(op.measured_s)
+            assert times.input_grad_s > 0
+            assert (times.weight_grad_s > 0) is not name.startswith("tanh")
+    forward_only = [
+        (call, dataclasses.replace(times, input_grad_s=0.0, weight_grad_s=0.0))
+        for call, times in calls
+    ]
+    less = autopar.calibrate(compiled.plan.cluster.device, forward_only)
+    for family, error in less.uncertainty.items():
+        assert wanted.uncertainty[family].num_samples >= error.num_samples
+    assert wanted.uncertainty[Family.MATMUL].num_samples > 2 * sum(
+        call.target == "aten.addmm.default" for call, _ in calls
+    )
+
+
+EXECUTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "mlp": ("mlp", {}),
+    "mlp whose weights are updated early": ("mlp", {"update": "early"}),
+    "gpt2 that recomputes": ("gpt2", {"recompute": "full", "num_microbatches": 2}),
+}
+
+
+@pytest.mark.parametrize("name", EXECUTED)
+def test_the_rows_of_a_block_add_up_to_the_time_of_its_graphs(name: str) -> None:
+    kind, options = EXECUTED[name]
+    model, make_batch = build(kind)
+    with autopar.compile(
+        model, 1, make_batch(0), optimizer=ADAM, profile_limit_s=0.0, **options
+    ) as compiled:
+        compiled.train_step(**make_batch(1))
+        raw = compiled._op_seconds(1, **make_batch(1), local=False)
+        prices = op_prices(compiled.plan, compiled._captured)
+        program, device = compiled.program, compiled.plan.cluster.device
+        rows, num = op_profiles(prices, program, raw, device), compiled.plan.schedule
+    spent, found = defaultdict[str, float](float), defaultdict[str, float](float)
+    for each in raw[0][0]:
+        spent[program.blocks[each.block].name] += each.time_s
+    for op in rows:
+        found[op.block] += op.measured_s
+        assert (op.operator == BETWEEN) == (op.name == op.block) == (op.source is None)
+    assert found == pytest.approx(spent)
+    assert {(each.block, each.graph) for each in raw[0][0]} == {
+        (place, graph)
+        for place, block in enumerate(program.blocks)
+        for graph, module in enumerate(timed_graphs(program.kernels[block.kernel]))
+        if module is not None
+        and block.role is not Role.FIXED  # it ran in the first step
+        and (graph != Phase.WEIGHT or not program.kernels[block.kernel].weight_steps)
+        and any(node.op == "call_function" for node in module.graph.nodes)
+    }
+    backward = {op.name for op in rows if op.direction is Pass.BACKWARD}
+    trained = [module for module in compiled.plan.modules if module.weight_grad_s]
+    assert trained
+    assert all(backward & set(module.ops) for module in trained)
+    recomputed_s = {
+        block: group.time_s for group in compiled.plan.recomputation for block in group.blocks
+    }
+    for block, time_s in recomputed_s.items():
+        again = [op for op in rows if op.block == block and op.direction is Pass.RECOMPUTED]
+        predicted_s = sum(op.predicted_s for op in again)
+        assert predicted_s == pytest.approx(time_s * num.num_microbatches, rel=1e-6)
+    assert bool(recomputed_s) == ("recompute" in options)
+
+
+def test_gradients_of_inputs_and_of_parameters_are_told_apart() -> None:
+    """Those of parameters are what no gradient of an earlier layer is computed from."""
+    num_layers = 3
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_layers)))
+    compiled = autopar.compile(
+        model, 1, (torch.ones(4, 8), torch.ones(4, 8)), loss_fn=nn.functional.mse_loss,
+        optimizer=ADAM, profile_limit_s=0.0,
+    )  # fmt: skip
+    with compiled:
+        program = compiled.program
+    products = [
+        gradient_of(node)
+        for block in program.blocks
+        for module in timed_graphs(program.kernels[block.kernel])[1:3]
+        if module is not None
+        for node in module.graph.nodes
+        if node.target is torch.ops.aten.mm.default
+    ]
+    assert products.count(Gradient.WEIGHT) == num_layers
+    assert products.count(Gradient.INPUT) == num_layers - 1
+    assert len(products) == 2 * num_layers - 1
 
 
 def test_training_goes_on_untimed(profiled: tuple[Any, Profile]) -> None:
@@ -130,7 +241,7 @@ def test_the_median_step_of_the_slowest_rank_counts(profiled: tuple[Any, Profile
     at = block, Phase.FORWARD, node
     steps = [[[(*at, 1.0)], [(*at, 4.0)]], [[(*at, 2.0)], [(*at, 6.0)]], [[(*at, 9.0)], []]]
     made = [[[OpSeconds(*each) for each in rank] for rank in step] for step in steps]
-    (op,) = op_profiles([price], program, made)
+    (op,) = op_profiles([price], program, made, compiled.plan.cluster.device)
     assert (op.name, op.measured_s) == (price.name, 5.0)
     assert op.predicted_s == price.estimate.forward_s
 
@@ -163,4 +274,4 @@ def test_ops_are_timed_on_a_gpu() -> None:
         profile = compiled.profile(num_steps=2, **make_batch(1))
     assert profile.ops
     assert all(op.measured_s > 0 for op in profile.ops)
-    assert any(op.operator == BACKWARD for op in profile.ops)
+    assert {op.direction for op in profile.ops} >= {Pass.FORWARD, Pass.BACKWARD}

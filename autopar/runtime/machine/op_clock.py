@@ -16,16 +16,25 @@ import torch
 from torch import Tensor, fx
 
 from autopar.base.accelerators import is_accelerator, module_of
-from autopar.runtime.machine.protocols import Phase
+from autopar.lowering.types import Kernel
 
 
 class OpSeconds(NamedTuple):
-    """Seconds of the node at a place in one graph of a block, over all micro-batches."""
+    """Seconds of the node at a place in one graph of a block, over all micro-batches.
+
+    ``graph``: a `Phase`, or behind these the number of a step of W.
+    """
 
     block: int
-    phase: Phase
+    graph: int
     node: int
     time_s: float
+
+
+def timed_graphs(kernel: Kernel) -> tuple[fx.GraphModule | None, ...]:
+    """The graphs of a kernel by their numbers in `OpSeconds`."""
+    steps = (step.module for step in kernel.weight_steps)
+    return kernel.forward, kernel.backward_input, kernel.backward_weight, *steps
 
 
 class Moment(Protocol):
@@ -65,22 +74,22 @@ class OpClock:
 
     def __init__(self, moment: Callable[[], Moment]) -> None:
         self.moment = moment
-        self._spans: list[tuple[int, Phase, int, Moment, Moment]] = []
+        self._spans: list[tuple[int, int, int, Moment, Moment]] = []
 
-    def walk(self, module: fx.GraphModule, block: int, phase: Phase) -> TimedWalk:
-        """A run of one graph of a block, with bound collectives."""
-        return TimedWalk(module, self, block, phase)
+    def walk(self, module: fx.GraphModule, block: int, graph: int) -> TimedWalk:
+        """A run of one graph of a block, by its number, with bound collectives."""
+        return TimedWalk(module, self, block, graph)
 
-    def note(self, block: int, phase: Phase, node: int, start: Moment, end: Moment) -> None:
-        self._spans.append((block, phase, node, start, end))
+    def note(self, block: int, graph: int, node: int, start: Moment, end: Moment) -> None:
+        self._spans.append((block, graph, node, start, end))
 
     def seconds(self, device: torch.device) -> list[OpSeconds]:
         """The seconds of all nodes since the last call, which waits for the device."""
         if is_accelerator(device):
             module_of(device.type).synchronize()
-        totals: defaultdict[tuple[int, Phase, int], float] = defaultdict(float)
-        for block, phase, node, start, end in self._spans:
-            totals[block, phase, node] += 1e-3 * start.elapsed_time(end)
+        totals: defaultdict[tuple[int, int, int], float] = defaultdict(float)
+        for block, graph, node, start, end in self._spans:
+            totals[block, graph, node] += 1e-3 * start.elapsed_time(end)
         self._spans.clear()
         return [OpSeconds(*key, time_s) for key, time_s in totals.items()]
 
@@ -88,11 +97,11 @@ class OpClock:
 class TimedWalk(fx.Interpreter):
     """One graph, node by node."""
 
-    def __init__(self, module: fx.GraphModule, clock: OpClock, block: int, phase: Phase) -> None:
+    def __init__(self, module: fx.GraphModule, clock: OpClock, block: int, graph: int) -> None:
         super().__init__(module)
         self.extra_traceback = False  # errors as the graph's function raises them
         self._clock = clock
-        self._at = block, phase
+        self._at = block, graph
         self._started: list[fx.Node] = []
 
     def walk(self, arguments: Sequence[Tensor]) -> Sequence[Tensor]:

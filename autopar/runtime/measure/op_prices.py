@@ -24,6 +24,7 @@ from autopar.ir.choice import parse_choice
 from autopar.passes.prepare import prepare
 from autopar.plans.document import Plan
 from autopar.pricing.tables import Pricing
+from autopar.rules.kernels import Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,7 @@ class OpPrice:
     """An op at its place in a block: ``estimate`` is of all micro-batches of a step.
 
     ``call`` is what a device computes for one micro-batch, ``None`` where a rule lowers the op to
-    other kernels.
+    other kernels. ``is_derived``: the op's gradient is that of the call.
     """
 
     block: str
@@ -40,6 +41,7 @@ class OpPrice:
     operator: str
     estimate: OpEstimate
     call: OpCall | None
+    is_derived: bool
 
 
 def op_prices(plan: Plan, captured: Captured) -> tuple[OpPrice, ...]:
@@ -68,6 +70,7 @@ def op_prices(plan: Plan, captured: Captured) -> tuple[OpPrice, ...]:
                         operator=str(op.target).removesuffix(".default"),
                         estimate=table.estimates[table.choices.index(choice)],
                         call=made[0].call if len(made) == 1 else None,
+                        is_derived=len(made) == 1 and made[0].phase is Phase.BOTH,
                     )
                 )  # fmt: skip
     return tuple(found)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from autopar.base.errors import NonFiniteError
+from autopar.lowering.op_marks import op_place
 from autopar.lowering.printing import operator_name
 from autopar.lowering.types import RankProgram
 from autopar.runtime.machine.protocols import Phase
@@ -278,5 +279,5 @@ def _node(found: Found, program: RankProgram) -> fx.Node:
 
 def _location(found: Found, program: RankProgram) -> str:
     """File and line of the op that the node belongs to; empty if not known."""
-    place = (_node(found, program).meta.get("custom") or {}).get("op_place")
+    place = op_place(_node(found, program))
     return "" if place is None else program.blocks[found.block].locations[place]

@@ -25,7 +25,7 @@ from autopar.base.torch_private import FakeTensor, FakeTensorMode, pytree
 from autopar.comm.ops import RAW_OPS
 from autopar.lowering.types import RankProgram
 from autopar.runtime.faults import progress
-from autopar.runtime.machine.op_clock import OpClock, TimedWalk
+from autopar.runtime.machine.op_clock import OpClock, TimedWalk, timed_graphs
 from autopar.runtime.machine.protocols import Phase
 from autopar.runtime.step.diagnosis import PARTLY_UPDATED, Found, RefusedStep, error_of, maker_of
 from autopar.runtime.step.updates import Updates
@@ -125,10 +125,14 @@ class Recovery:
 
     def _timed(self, module: fx.GraphModule, bound: fx.GraphModule) -> TimedWalk | None:
         """A run of a graph that the clock times; None without one, and for moves."""
-        if self.clock is None or self._is_move(module):
+        if self.clock is None:
             return None
-        _, block, phase = self._call
-        return self.clock.walk(bound, block, phase)
+        _, block, _ = self._call
+        kernel = self.program.kernels[self.program.blocks[block].kernel]
+        for graph, known in enumerate(timed_graphs(kernel)):
+            if known is module:
+                return self.clock.walk(bound, block, graph)
+        return None
 
     def _is_move(self, module: fx.GraphModule) -> bool:
         """Whether it is no graph of the present block, but moves values between blocks."""

@@ -1,0 +1,125 @@
+"""The ops of a profile as a table, a figure and a calibration.
+
+In: ops of measured steps. Out: the groups that are furthest from their predictions, as text and as
+numbers to draw, and the device's efficiencies fitted to the calls among them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from autopar.base.units import format_seconds
+from autopar.cost_models import Calibration, DeviceSpec, calibrate
+from autopar.cost_models.estimate import weakest
+from autopar.plans.bars import Bars, Series, Unit
+from autopar.plans.blocks import folded, pattern_of
+from autopar.plans.layout import Section
+from autopar.runtime.op_profile import BETWEEN, OpProfile, Pass
+
+_COUNT = re.compile(r"_\d+$")  # of an op among those of its operator
+MOST_OPS = 10
+"""How many rows a report has of the ops that are furthest from their predictions."""
+NOTE = (
+    "Each op with its call from Python: forward, backward, and recomputed in the backward pass, as "
+    f"what costs little always is. {BETWEEN!r}: redistributions inside a block, and sums of the "
+    "gradients of a value with several readers; no prediction of an op includes them. Graphs that "
+    "Inductor compiled are not timed; communication between blocks is left out."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpGroup:
+    """Equal ops of repeated layers, with the sums of their seconds in a step."""
+
+    ops: tuple[OpProfile, ...]
+
+    @property
+    def label(self) -> str:
+        return folded([op.name for op in self.ops])
+
+    @property
+    def direction(self) -> Pass:
+        return self.ops[0].direction
+
+    @property
+    def measured_s(self) -> float:
+        return sum(op.measured_s for op in self.ops)
+
+    @property
+    def predicted_s(self) -> float:
+        return sum(op.predicted_s for op in self.ops)
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted; None without a price."""
+        return self.measured_s / self.predicted_s if self.predicted_s else None
+
+
+def worst_groups(ops: Sequence[OpProfile], most: int = MOST_OPS) -> tuple[OpGroup, ...]:
+    """The ops furthest from their predictions in seconds of a step, equal ones as one."""
+    groups: defaultdict[Hashable, list[OpProfile]] = defaultdict(list)
+    for op in ops:
+        name = pattern_of(_COUNT.sub("", op.name))
+        groups[name, op.operator, op.direction, op.call].append(op)
+    made = [OpGroup(ops=tuple(found)) for found in groups.values()]
+    return tuple(sorted(made, key=lambda g: -abs(g.measured_s - g.predicted_s))[:most])
+
+
+def op_section(ops: Sequence[OpProfile]) -> Section:
+    """The table of the worst predictions, under the sums of all ops."""
+    priced = OpGroup(ops=tuple(op for op in ops if op.operator != BETWEEN))
+    between_s = sum(op.measured_s for op in ops) - priced.measured_s
+    title = f"op by op: {format_seconds(priced.measured_s + between_s)} a step"
+    if priced.ratio is not None:
+        own = f", {format_seconds(priced.measured_s)} of it in ops" if between_s else ""
+        title += f"{own}, {priced.ratio:.2f} of the predicted {format_seconds(priced.predicted_s)}"
+    return Section(
+        title=f"{title}; furthest from their predictions:",
+        columns=("op", "operator", "pass", "measured", "predicted", "ratio", "price"),
+        rows=tuple(map(_cells, worst_groups(ops))),
+        notes=(NOTE,),
+        wraps=True,
+    ).used_columns()
+
+
+def _cells(group: OpGroup) -> tuple[str, ...]:
+    sources = [op.source for op in group.ops if op.source is not None]
+    return (
+        group.label,
+        group.ops[0].operator,
+        str(group.direction),
+        format_seconds(group.measured_s),
+        format_seconds(group.predicted_s) if sources else "",
+        "" if group.ratio is None else f"{group.ratio:.2f}",
+        str(weakest(sources)) if sources else "",
+    )
+
+
+def ops_data(ops: Sequence[OpProfile]) -> Bars:
+    """Predicted and measured seconds of the ops furthest from their predictions."""
+    groups = worst_groups(ops)
+    predicted = tuple(group.predicted_s for group in groups)
+    measured = tuple(group.measured_s for group in groups)
+    return Bars(
+        title="Ops furthest from their predictions: seconds of a step on one device",
+        unit=Unit.SECONDS,
+        rows=tuple(map(_row_name, groups)),
+        series=(
+            Series(name="predicted", values=predicted, texts=tuple(map(format_seconds, predicted))),
+            Series(name="measured", values=measured, texts=tuple(map(format_seconds, measured))),
+        ),
+    )
+
+
+def _row_name(group: OpGroup) -> str:
+    kind = f" {BETWEEN}" if group.ops[0].operator == BETWEEN else ""
+    is_forward = group.direction is Pass.FORWARD
+    return f"{group.label}{kind}" + ("" if is_forward else f", {group.direction}")
+
+
+def calibration_of(device: DeviceSpec, ops: Sequence[OpProfile]) -> Calibration:
+    """The efficiencies of a device fitted to the ops of measured steps."""
+    return calibrate(device, [op.measured_call for op in ops if op.measured_call is not None])
