@@ -28,6 +28,7 @@ from autopar.cost_models import Cluster
 from autopar.cost_models.presets import PRESET_NAMES
 from autopar.plans.alternatives import alternatives
 from autopar.plans.document import Plan
+from autopar.plans.explanation import difference
 from autopar.plans.layout import WIDTH, Section
 from autopar.plans.page import Page
 from autopar.plans.summary import headline, memory_rows, summary_page
@@ -294,8 +295,8 @@ def _explain(chosen: argparse.Namespace) -> None:
 
 
 def _diff(chosen: argparse.Namespace) -> None:
-    other = Plan.from_json(Path(chosen.other))
-    _print_page(Plan.from_json(Path(chosen.plan)).diff(other))
+    plan, other = (Plan.from_json(Path(path)) for path in (chosen.plan, chosen.other))
+    _print_page(difference(plan, other, (chosen.plan, chosen.other)))
 
 
 def _report(chosen: argparse.Namespace) -> None:

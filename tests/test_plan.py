@@ -178,7 +178,7 @@ def test_every_price_names_its_source(plan):
     assert prediction.communication_source == "analytical"
     text = plan.report("full")
     assert "(analytical)" in text
-    assert "counted; peak at" in text
+    assert "counted; the peak is " in text
     assert prediction.num_noisy == 0
     assert "spread" not in text
 

@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 
 import autopar
-from autopar import Cluster, Force, MemoryBudget, Plan
+from autopar import Cluster, Force, MemoryBudget, Pin, Plan
 from autopar.base.errors import InputError, PlanError
 from autopar.base.units import format_bytes, format_seconds
 from autopar.cli import main
-from autopar.plans.alternatives import alternatives, alternatives_section
+from autopar.plans.alternatives import ON_MESH, alternatives, alternatives_section
 from autopar.plans.blocks import folded, parameters_of_blocks
 from autopar.plans.explanation import _changes
 from autopar.plans.figures import figure_data
 from autopar.plans.layout import Section, text_lines
+from autopar.plans.parallelism import kinds_of
 from autopar.plans.parts import MODULE_TIMES
 from autopar.plans.strategy_names import DATA, MEGATRON, TENSOR, ZERO1, ZERO2, ZERO3, name_of
 from autopar.plans.summary import LINES, WIDTH, needed_bytes, summary_sections
@@ -120,10 +121,10 @@ def test_a_strategy_has_the_name_that_users_know(case: str) -> None:
 def test_words_of_each_kind_of_plan() -> None:
     assert str(planned("PP")).startswith("PP over 2 (1f1b) x ")
     for case, words in {
-        "PP": ("bubble", "2 micro-batches, 2 stages on 2 pipeline ranks"),
+        "PP": ("bubble", "2 micro-batches, 2 stages on 2 pipeline ranks", "ties: "),
         "recomputed": ("recomputation in", "kept a micro-batch"),
         "early": ("early: at most",),
-        "free": ("exposed", "best alternatives", "ties: ", "to plan"),
+        "free": ("exposed", "best alternatives", "to plan"),
     }.items():
         for word in words:
             assert word in str(planned(case)), (case, word)
@@ -458,6 +459,65 @@ def test_two_plans_are_compared() -> None:
         first.diff("plan.json")
 
 
+def test_compared_plans_are_named_in_the_order_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [str(tmp_path / name) for name in ("b.json", "a.json")]
+    plans = [planned("DDP"), planned("FSDP")]
+    for plan, path in zip(plans, paths):
+        plan.to_json(path)
+    assert main(["diff", *paths]) == 0
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert lines[0].startswith(f"{paths[0]}: DDP over 4")
+    assert re.search(f"^ *{re.escape(paths[1])}: FSDP over 4", text, re.M)
+    ratio = plans[0].prediction.step_time_s / plans[1].prediction.step_time_s
+    last = f"A step of {paths[0]} takes {ratio:.3f}x the time of {paths[1]}."
+    assert last in " ".join(text.split())
+
+
+def test_the_same_strategy_on_a_mesh_of_another_shape_is_no_alternative() -> None:
+    document = json.loads(planned("free").to_json())
+    own, step_s = str(planned("free").device_mesh), document["prediction"]["step_time_s"]
+    document["search"]["considered"] = {own: step_s, "a=4": step_s, "b=4": 1.5 * step_s}
+    plan = Plan.from_json(json.dumps(document))
+    meshes = [each.mesh for each in alternatives(plan) if each.name == ON_MESH]
+    assert meshes == ["b=4"]
+
+
+def test_the_peak_of_memory_is_said_in_words() -> None:
+    document = json.loads(planned("free").to_json())
+    for place, words in (
+        ("F lm_head", "in the forward pass of lm_head"),
+        ("I h.0", "in the backward pass of h.0"),
+        ("W h.0", "at the gradients of the weights of h.0"),
+        ("update", "at update"),
+    ):
+        document["prediction"]["memory_peak_at"] = place
+        plan = Plan.from_json(json.dumps(document))
+        assert re.search(f"^  peak +{words}$", str(plan), re.M)
+        assert f"the peak is {words})" in " ".join(plan.report("full").split())
+
+
+def test_the_estimate_of_a_pipelines_memory_is_explained() -> None:
+    text = " ".join(str(planned("PP")).split())
+    assert "as if all stages were equal in size" in text
+    assert "as if all stages were equal in size" not in " ".join(str(planned("free")).split())
+
+
+def test_a_split_of_experts_is_expert_parallelism() -> None:
+    model, make_batch = build("mixtral")
+    cluster = Cluster.preset("a100-80", devices_per_node=2)
+    pinned = Pin("*grouped_mm*", choice="experts")
+    plan = autopar.plan(model, cluster, make_batch(0), mesh={"x": 2}, constraints=pinned)
+    experts = next(name for name in plan.parameters if name.endswith("gate_up_proj"))
+    assert plan.uses[experts].needs == "S0"
+    assert kinds_of(plan, experts) == ("EP",)
+    assert kinds_of(plan, experts.replace("gate_up", "down")) == ("EP",)
+    assert kinds_of(plan, "model.layers.0.mlp.gate.weight") == ("replicated",)
+    assert "EP: expert parallelism" in " ".join(str(plan).split())
+
+
 def test_a_strategy_of_two_parts_is_named_whole() -> None:
     document = json.loads(planned("free").to_json())
     known = document["search"]["baselines"][DATA]
@@ -485,7 +545,7 @@ def test_equal_alternatives_are_named_whole() -> None:
 
 def test_layers_of_one_and_of_two_digits_are_alike() -> None:
     names = {f"h.{n}.weight": "R" for n in range(12)}
-    section = _changes("parameters", names, dict.fromkeys(names, "S0"))
+    section = _changes("parameters", ("a", "b"), names, dict.fromkeys(names, "S0"))
     assert section.rows == (("h.0-11.weight (12x)", "R", "S0"),)
 
 

@@ -10,6 +10,10 @@ from dataclasses import dataclass
 
 from autopar.base.errors import PlanError
 
+EXPERTS, ROWS_AND_EXPERTS = "experts", "rows_and_experts"
+"""The names of the dimension of experts, and of rows and experts split together, whose splits
+reports call expert parallelism."""
+
 
 @dataclass(frozen=True, slots=True)
 class Split:

@@ -39,6 +39,10 @@ USERS_NAMES: Mapping[str, str] = {
 }
 ON_MESH = "another mesh"
 NO_FIT = "does not fit"
+ESTIMATE = (
+    "est. memory: as if all stages were equal in size; what a device takes, above, is counted on "
+    "the fullest one."
+)
 TIE = 0.005
 """Relative difference in time up to which two alternatives are called a tie."""
 
@@ -116,16 +120,20 @@ def _listed(plan: PlanFields) -> list[Alternative]:
 
 
 def _other_meshes(plan: PlanFields) -> list[Alternative]:
-    """The best on each other mesh; those of one time are one, as they are the same strategy."""
+    """The best on each other mesh; those of one time are one, as they are the same strategy, and
+    those of the plan's time are the plan itself."""
     own, meshes = str(plan.device_mesh), defaultdict[str, list[str]](list)
-    for mesh, time_s in plan.search.considered.items():
-        if mesh != own:
+    considered = plan.search.considered
+    own_times = considered.get(own, 0.0), plan.prediction.step_time_s
+    same = {f"{time_s:.5g}" for time_s in own_times}
+    for mesh, time_s in considered.items():
+        if mesh != own and f"{time_s:.5g}" not in same:
             meshes[f"{time_s:.5g}"].append(mesh)
     return [
         Alternative(
             name=ON_MESH,
             mesh=names[0] if len(names) == 1 else f"{names[0]}, {len(names) - 1} more",
-            time_s=plan.search.considered[names[0]],
+            time_s=considered[names[0]],
             note="memory not limited",
         )
         for names in meshes.values()
@@ -170,6 +178,8 @@ def alternatives_section(plan: PlanFields, num_rows: int) -> Section:
     ]  # fmt: skip
     has_memory = any(each.memory_bytes is not None for each in best)
     notes = [_ties(plan, listed), _stale(plan, found)]
+    if has_memory and plan.is_pipeline:
+        notes.append(ESTIMATE)
     if len(listed) > len(best):
         slower = "slower ones" if known is None or listed[: len(best)] == best else "more"
         notes.append(f"{len(listed) - len(best)} {slower}: plan.report('full')")

@@ -21,7 +21,7 @@ from autopar.plans.layout import Section
 from autopar.plans.page import Page
 from autopar.plans.parallelism import joined, kinds_of, kinds_of_choice, strategy_name
 from autopar.plans.parts import MODULE_TIMES, ModuleChoice, ModulePlan, PlanFields, RunnerUp
-from autopar.plans.summary import LEAST_S, headline, needed_bytes, time_text
+from autopar.plans.summary import LEAST_S, counted, headline, needed_bytes, time_text
 from autopar.plans.text import inputs_text
 
 MAX_ROWS = 40
@@ -298,8 +298,11 @@ def _best_alternative(plan: PlanFields) -> tuple[tuple[str, str], ...]:
 
 
 # --- two plans ---------------------------------------------------------------------------------
-def difference(plan: PlanFields, other: PlanFields) -> Page:
-    """Compare two plans: first their figures, then placements and splits, repeated ones folded."""
+def difference(
+    plan: PlanFields, other: PlanFields, names: tuple[str, str] = ("this plan", "other plan")
+) -> Page:
+    """Compare two plans by their ``names``: first their figures, then placements and splits,
+    repeated ones folded."""
     if not isinstance(other, PlanFields):
         raise InputError(f"other is {shown(other)}; pass the plan to compare with")
     if plan == other:
@@ -311,20 +314,23 @@ def difference(plan: PlanFields, other: PlanFields) -> Page:
         if mine.get(name, "") != theirs.get(name, "")
     ]
     sections = [
-        Section(title="what differs", columns=("", "this", "other"), rows=tuple(rows), wraps=True),
-        _changes("parameters, as they are stored", plan.parameters, other.parameters),
-        _changes("ops, the dimension that each mesh axis splits", plan.ops, other.ops),
+        Section(title="what differs", columns=("", *names), rows=tuple(rows), wraps=True),
+        _changes("parameters, as they are stored", names, plan.parameters, other.parameters),
+        _changes("ops, the dimension that each mesh axis splits", names, plan.ops, other.ops),
     ]
     notes: tuple[str, ...] = ()
     if plan.graph.fingerprint != other.graph.fingerprint:
         notes = ("The plans are for different graphs: another model, batch or precision.",)
-    ratio = other.prediction.step_time_s / plan.prediction.step_time_s
+    ratio = plan.prediction.step_time_s / other.prediction.step_time_s
     return Page(
-        headline=f"this plan: {headline(plan)}",
+        headline=f"{names[0]}: {headline(plan)}",
         sections=(
-            Section(title="", notes=(f"the other: {headline(other)}", *notes)),
+            Section(title="", notes=(f"{names[1]}: {headline(other)}", *notes)),
             *(section for section in sections if section.rows),
-            Section(title="", notes=(f"A step of the other takes {ratio:.3f}x the time.",)),
+            Section(
+                title="",
+                notes=(f"A step of {names[0]} takes {ratio:.3f}x the time of {names[1]}.",),
+            ),
         ),
     )
 
@@ -339,7 +345,7 @@ def _figures(plan: PlanFields) -> dict[str, str]:
         "strategy": strategy_name(plan),
         "devices": plan.cluster.devices_text,
         "mesh": str(plan.device_mesh),
-        "schedule": f"{schedule.name}, {schedule.num_stages} stages",
+        "schedule": f"{schedule.name}, {counted(schedule.num_stages, 'stage')}",
         "micro-batches": str(schedule.num_microbatches),
         "parameters": f"{plan.graph.num_parameters:,}",
         "inputs": inputs_text(plan),
@@ -364,7 +370,9 @@ def _moved(plan: PlanFields) -> str:
     return "" if plan.offload is None else f"{format_bytes(plan.offload.moved_bytes)} a step"
 
 
-def _changes(title: str, mine: Mapping[str, str], theirs: Mapping[str, str]) -> Section:
+def _changes(
+    title: str, plans: tuple[str, str], mine: Mapping[str, str], theirs: Mapping[str, str]
+) -> Section:
     """The names whose texts differ; those that change alike and differ in a number are one row."""
     groups: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
     for name in {**mine, **theirs}:
@@ -378,7 +386,7 @@ def _changes(title: str, mine: Mapping[str, str], theirs: Mapping[str, str]) -> 
     rest = len(rows) - len(shown_rows)
     return Section(
         title=title,
-        columns=("name", "this", "other"),
+        columns=("name", *plans),
         rows=shown_rows,
         notes=(f"and {rest} more",) * (rest > 0),
         wraps=True,

@@ -10,7 +10,8 @@ R          V           DDP: whole on every device; gradients are all-reduced
 S          V           FSDP (ZeRO-3) where it is released after each pass; else gathered once:
                        ZeRO-2 where every micro-batch reduce-scatters its gradient, ZeRO-1 where
                        gradients accumulate whole (the same with one micro-batch)
-S          S           TP: every device computes with its shard
+S          S           TP: every device computes with its shard; EP where an op of its module
+                       splits experts
 R          R           replicated: every device computes the same
 =========  ==========  ===========================================================================
 """
@@ -19,13 +20,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import groupby
 
-from autopar.plans.parts import ModuleChoice, PlanFields
+from autopar.plans.parts import ModuleChoice, PlanFields, axes_of_experts
 
 DDP, FSDP, ZERO1, ZERO2, ZERO12 = "DDP", "FSDP", "ZeRO-1", "ZeRO-2", "ZeRO-1/2"
-SEQUENCE, TENSOR, REPLICATED = "SP", "TP", "replicated"
+SEQUENCE, TENSOR, EXPERT, REPLICATED = "SP", "TP", "EP", "replicated"
 HYBRID = "HSDP"
 
 MEANING: Mapping[str, str] = {
@@ -36,6 +37,7 @@ MEANING: Mapping[str, str] = {
     ZERO12: "parameters, gradients and optimizer state sharded, gathered once a step",
     SEQUENCE: "the sequence is split, parameters whole, gradients all-reduced",
     TENSOR: "each device computes with its own shard of the weights",
+    EXPERT: "expert parallelism, each device computes with its own experts",
     REPLICATED: "every device computes the same",
 }
 """What each kind of parallelism means, in the order in which a legend lists them."""
@@ -51,7 +53,8 @@ def kinds_of(plan: PlanFields, name: str) -> tuple[str, ...]:
     """The kind of parallelism of a parameter along each mesh axis, empty for an axis of size 1."""
     released, scattered = name in plan.released, name in plan.scattered
     gathered = _gathered_as(plan, is_released=released, is_scattered=scattered)
-    return _kinds(plan, plan.parameters[name], plan.uses[name].needs, gathered)
+    kinds = _kinds(plan, plan.parameters[name], plan.uses[name].needs, gathered)
+    return _by_expert(kinds, plan.expert_axes.get(name.rpartition(".")[0], frozenset()))
 
 
 def kinds_of_choice(plan: PlanFields, choice: ModuleChoice) -> tuple[str, ...]:
@@ -61,13 +64,21 @@ def kinds_of_choice(plan: PlanFields, choice: ModuleChoice) -> tuple[str, ...]:
     """
     released, scattered = bool(plan.released), bool(plan.scattered)
     gathered = _gathered_as(plan, is_released=released, is_scattered=scattered)
-    return _kinds(plan, choice.stored, choice.needs, gathered)
+    kinds = _kinds(plan, choice.stored, choice.needs, gathered)
+    return _by_expert(kinds, axes_of_experts(choice.splits))
 
 
 def _kinds(plan: PlanFields, stored: str, needs: str, gathered: str) -> tuple[str, ...]:
     return tuple(
         _kind(s, n, gathered) if size > 1 else ""
         for s, n, size in zip(stored.split(), needs.split(), plan.mesh.axis_sizes)
+    )
+
+
+def _by_expert(kinds: tuple[str, ...], axes: Collection[int]) -> tuple[str, ...]:
+    """Tensor parallelism along an axis that splits experts is expert parallelism."""
+    return tuple(
+        EXPERT if kind == TENSOR and axis in axes else kind for axis, kind in enumerate(kinds)
     )
 
 

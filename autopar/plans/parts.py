@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from dataclasses import asdict
+from functools import cached_property
 from typing import Literal, NamedTuple, Self
 
 import msgspec
@@ -12,6 +13,7 @@ import msgspec
 from autopar.base.documents import path_of, shown
 from autopar.base.errors import InputError, MovementError
 from autopar.cost_models import Cluster
+from autopar.ir.choice import EXPERTS, ROWS_AND_EXPERTS
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import Precision
 from autopar.ir.recomputation import BlockRecomputation, Recomputation
@@ -346,6 +348,12 @@ class ModulePlan(_Struct, frozen=True):
         return self.input_grad_s + self.weight_grad_s
 
 
+def axes_of_experts(splits: str) -> frozenset[int]:
+    """The mesh axes that split experts, in a text with a word for each axis."""
+    names = [word.partition("/")[0] for word in splits.split()]
+    return frozenset(a for a, name in enumerate(names) if name in (EXPERTS, ROWS_AND_EXPERTS))
+
+
 class ModuleChoice(_Struct, frozen=True):
     """How a module may be parallelized: by its longest op and its largest parameter.
 
@@ -441,6 +449,17 @@ class PlanFields(_Struct, frozen=True, dict=True):
         return Recomputation(
             blocks={name: group.block for group in self.recomputation for name in group.blocks}
         )
+
+    @cached_property
+    def expert_axes(self) -> dict[str, frozenset[int]]:
+        """The mesh axes along which some op of a module splits experts, by the module's name."""
+        found: dict[str, frozenset[int]] = {}
+        for module in self.modules:
+            for op in module.ops:
+                axes = axes_of_experts(self.ops.get(op, ""))
+                if axes:
+                    found[module.name] = found.get(module.name, frozenset()) | axes
+        return found
 
     @property
     def is_pipeline(self) -> bool:

@@ -16,7 +16,14 @@ from autopar.plans.layout import WIDTH, Section, shortened, text_lines
 from autopar.plans.page import Page
 from autopar.plans.parallelism import MEANING, strategy_name
 from autopar.plans.parts import PlanFields
-from autopar.plans.text import early_text, inputs_text, order_text, plan_sections, streams_text
+from autopar.plans.text import (
+    early_text,
+    inputs_text,
+    order_text,
+    place_text,
+    plan_sections,
+    streams_text,
+)
 
 LINES = 40
 BLOCK_ROWS, LEAST_ALTERNATIVES, MOST_ALTERNATIVES = 7, 3, 9
@@ -112,7 +119,7 @@ def _cut(text: str, num_lines: int = 1) -> str:
     return shortened(text, num_lines * (WIDTH - 24))
 
 
-def _counted(count: int, noun: str) -> str:
+def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
@@ -138,8 +145,8 @@ def _facts(plan: PlanFields) -> tuple[tuple[str, str], ...]:
         text += f", {schedule.num_microbatches} micro-batch"
         text += "es" * (schedule.num_microbatches > 1)
         if plan.is_pipeline:
-            text += f", {_counted(schedule.num_stages, 'stage')} on "
-            text += _counted(schedule.num_devices, "pipeline rank")
+            text += f", {counted(schedule.num_stages, 'stage')} on "
+            text += counted(schedule.num_devices, "pipeline rank")
             text += f", first blocks {', '.join(runs_of(schedule.first_blocks))}"
         rows.append(("schedule", _cut(text, 2)))
     if schedule.gap is not None:
@@ -203,9 +210,9 @@ def _sources(plan: PlanFields) -> str:
         text += f", which may be off by {p.analytical_factor:.3g}x"
     text += f"; communication {p.communication_source}" + " (noisy)" * p.communication_is_noisy
     if p.unpriced:
-        text += f"; {_counted(len(p.unpriced), 'operator')} without a cost model"
+        text += f"; {counted(len(p.unpriced), 'operator')} without a cost model"
     if plan.redundant_ops:
-        text += f"; {_counted(len(plan.redundant_ops), 'operator')} without a rule"
+        text += f"; {counted(len(plan.redundant_ops), 'operator')} without a rule"
     what = "sharding" if plan.is_pipeline else "search"
     gap = f", gap {plan.search.gap:.2%}" if plan.search.gap else ""
     return f"{text}; {what} {plan.search.status.lower()}{gap}"
@@ -259,5 +266,5 @@ def memory_rows(plan: PlanFields) -> tuple[tuple[str, str], ...]:
     return (
         ("tensors", f"{format_bytes(sum(memory.values()))}: {', '.join(texts)}"),
         (name, _memory_of_all(plan)),
-        ("peak", _cut(plan.prediction.memory_peak_at)),
+        ("peak", _cut(place_text(plan.prediction.memory_peak_at))),
     )

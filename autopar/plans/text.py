@@ -20,6 +20,11 @@ from autopar.plans.strategy_names import (
 from autopar.schedules.runnable import uses_side_stream
 
 MAX_ROWS = 14
+_GRAPHS = {
+    "F": "in the forward pass of",
+    "I": "in the backward pass of",
+    "W": "at the gradients of the weights of",
+}
 
 
 Rows = list[tuple[str, str]]
@@ -39,7 +44,8 @@ def _titled_rows(plan: PlanFields) -> list[tuple[str, Rows]]:
         ("plan", _summary(plan)),
         ("predicted time of a step", _times(plan)),
         (
-            f"predicted memory a device (counted; peak at {plan.prediction.memory_peak_at})",
+            "predicted memory a device (counted; the peak is "
+            f"{place_text(plan.prediction.memory_peak_at)})",
             _memory(plan),
         ),
         ("parameters by stored placement", _placements(plan)),
@@ -52,6 +58,12 @@ def _titled_rows(plan: PlanFields) -> list[tuple[str, Rows]]:
         *([("offloading", _offload(plan.offload))] if plan.offload is not None else []),
         *([("pipelines considered", _pipelines(plan))] if plan.search.pipelines else []),
     ]
+
+
+def place_text(place: str) -> str:
+    """A place of a step's memory in words: ``I lm_head`` is ``in the backward pass of lm_head``."""
+    graph, _, block = place.partition(" ")
+    return f"{_GRAPHS[graph]} {block}" if block and graph in _GRAPHS else f"at {place}"
 
 
 def _summary(plan: PlanFields) -> Rows:

@@ -19,7 +19,7 @@ from autopar.comm.ops import ALL_TO_ALL, with_gradient
 from autopar.cost_models.calls import OpCall, TensorSpec
 from autopar.cost_models.matrix_work import product
 from autopar.cost_models.work import MatrixShape, OpWork, Work
-from autopar.ir.choice import Choice
+from autopar.ir.choice import EXPERTS, ROWS_AND_EXPERTS, Choice
 from autopar.ir.graph import Op, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.row_exchange import MOST_ROWS, PACK_NUMBERS, PACK_ROWS, UNPACK_ROWS
@@ -39,17 +39,17 @@ def _routed_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str
     Where rows and experts are split together, rows go to the devices of their experts and back.
     """
     x, weight, expert = args
-    if context.num_shards("a") > 1:
+    if context.num_shards(ROWS_AND_EXPERTS) > 1:
         return _exchanged(context, x, weight, expert)
-    if context.is_padded("e"):  # the padding is no expert
-        expert = torch.where(expert < context.space.sizes["e"], expert, -1)
-    result: Tensor = context.op.target(x, weight, expert - context.shard_start(expert, "e"))
+    if context.is_padded(EXPERTS):  # the padding is no expert
+        expert = torch.where(expert < context.space.sizes[EXPERTS], expert, -1)
+    result: Tensor = context.op.target(x, weight, expert - context.shard_start(expert, EXPERTS))
     return result
 
 
 def _exchanged(context: LocalContext, x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
     """The product where the axes that split the rows split the experts too."""
-    axes = context.axes_of("a")
+    axes = context.axes_of(ROWS_AND_EXPERTS)
     num, label = context.mesh.size(axes), context.mesh.axes_label(axes)
     num_local = weight.shape[0]
 
@@ -82,7 +82,7 @@ def _routed_collectives(
     op: Op, space: Space, choice: Choice, mesh: Mesh, inputs: Sequence[Value]
 ) -> tuple[InternalCollective, ...]:
     """The exchanges of rows and of their results, forward and backward."""
-    axes = choice.axes_of("a")
+    axes = choice.axes_of(ROWS_AND_EXPERTS)
     num = mesh.size(axes)
     if num == 1:
         return ()
@@ -111,7 +111,7 @@ def _routed_kernels(
     most rows.
     """
     x, weight, expert = plain.tensors()
-    both, num = mesh.size(choice.axes_of("a")), mesh.size(choice.axes_of("e"))
+    both, num = mesh.size(choice.axes_of(ROWS_AND_EXPERTS)), mesh.size(choice.axes_of(EXPERTS))
     if both > 1:
         most = _most(expert.shape[0], both)
         rows = replace(x, shape=(most, x.shape[1]))
@@ -159,14 +159,14 @@ def _routed_work(call: OpCall) -> OpWork:
 def routed_product_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``x[t, k] w[e, k, n]`` for the ``r`` experts of each row: ``[(t, r), n]``.
 
-    Split along ``a``, each device has a part of the rows and a part of the experts.
+    Split along `ROWS_AND_EXPERTS`, each device has a part of the rows and a part of the experts.
     """
     x, weight, expert = (v.shape for v in inputs)
     builder = SpaceBuilder()
     t, k = builder.dim("t", x[0]), builder.dim("k", x[1])
-    e, n = builder.dim("e", weight[0]), builder.dim("n", weight[2])
+    e, n = builder.dim(EXPERTS, weight[0]), builder.dim("n", weight[2])
     r = builder.whole(expert[0] // max(1, x[0]))
-    a = builder.dim("a", math.gcd(x[0], weight[0]))
+    a = builder.dim(ROWS_AND_EXPERTS, math.gcd(x[0], weight[0]))
     return builder.build(
         [layout(t, k), layout(e, k, n), layout((t, r))],
         [layout((t, r), n)],
@@ -191,10 +191,10 @@ def _grouped_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[st
     ends = args[2] if len(args) > 2 else kwargs["offs"]
     if context.num_shards("s") > 1:
         ends = (ends - context.shard_start(x, "s")).clamp(0, x.shape[0]).to(ends.dtype)
-    if context.num_shards("e") == 1:
+    if context.num_shards(EXPERTS) == 1:
         result: Tensor = context.op.target(x, weight, ends)
         return result
-    rows, first = torch.arange(x.shape[0], device=x.device), context.shard_start(x, "e")
+    rows, first = torch.arange(x.shape[0], device=x.device), context.shard_start(x, EXPERTS)
     experts = torch.arange(weight.shape[0], device=x.device) + first
     start = torch.where(ends.new_zeros(()) + first > 0, ends[(experts[:1] - 1).clamp(min=0)][0], 0)
     own_ends = (ends[experts] - start).to(ends.dtype)
@@ -210,7 +210,7 @@ def _grouped_kernels(
     op: Op, space: Space, choice: Choice, mesh: Mesh, plain: OpCall
 ) -> tuple[LocalCall, ...] | None:
     """The calls for split experts: moves of rows, and a product of this device's rows."""
-    num = mesh.size(choice.axes_of("e"))
+    num = mesh.size(choice.axes_of(EXPERTS))
     if num == 1:
         return None
     x, weight, ends = plain.tensors()
@@ -246,7 +246,7 @@ def grouped_product_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> 
         return None
     x, weight = inputs[0].shape, inputs[1].shape
     builder = SpaceBuilder()
-    s, e = builder.dim("s", x[0]), builder.dim("e", weight[0])
+    s, e = builder.dim("s", x[0]), builder.dim(EXPERTS, weight[0])
     unit = 16 // inputs[1].dtype.itemsize if op.target_name.startswith("aten.") else 1
     if weight[1] % unit or weight[2] % unit:
         return None

@@ -12,7 +12,7 @@ from tests.equality.case import TOLERANCE
 from tests.models.zoo import build, optimizer_of
 from tests.oracles import NUM_STEPS, Trained, assert_same, reference_steps
 
-EXCHANGED = autopar.Pin("grouped_mm*", choice="a")
+EXCHANGED = autopar.Pin("grouped_mm*", choice="rows_and_experts")
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from autopar.plans.figures.drawing import (
 )
 from autopar.plans.parts import PlanFields
 from autopar.plans.summary import beyond_tensors
+from autopar.plans.text import place_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,7 @@ def memory_over_time_data(plan: PlanFields) -> MemoryChart | None:
     left_out = f", {curve.num_left_out} micro-batches that repeat left out"
     return MemoryChart(
         title=f"Memory of a device over a step{left_out if curve.num_left_out else ''}: at most "
-        f"{format_bytes(sum(row[peak] for row in sizes))}, at {points[peak].place}",
+        f"{format_bytes(sum(row[peak] for row in sizes))}, {place_text(points[peak].place)}",
         starts_s=tuple(point.start_s for point in points),
         end_s=curve.end_s,
         places=tuple(point.place for point in points),

@@ -13,6 +13,7 @@ from autopar.plans.blocks import folded
 from autopar.plans.parallelism import strategy_name
 from autopar.plans.parts import PlanFields
 from autopar.plans.summary import beyond_tensors, needed_bytes
+from autopar.plans.text import place_text
 
 MOST_ALTERNATIVES = 14
 PHASES = {"F": "forward", "I": "input gradients", "W": "weight gradients"}
@@ -53,7 +54,8 @@ def memory_data(plan: PlanFields) -> Bars:
     extra = needed_bytes(plan) - sum(parts.values())
     if extra > 0:
         parts[beyond_tensors(plan)] = extra
-    where = f", at {plan.prediction.memory_peak_at}" if plan.prediction.memory_peak_at else ""
+    at = plan.prediction.memory_peak_at
+    where = f", {place_text(at)}" if at else ""
     return Bars(
         title=f"Memory of a device at its peak: {format_bytes(needed_bytes(plan))}{where}",
         unit=Unit.BYTES, rows=("device",), stacked=True,
