@@ -42,8 +42,7 @@ MOST_RANKS = 8
 """The report has columns for so many ranks: those that take longest."""
 NOTE = (
     "Forward and backward include the communication in them. The rest of the step: gradients that "
-    "are reduced last, updates, and the call itself. On GPUs the time of an action is that of its "
-    "launch."
+    "are reduced last, updates, and the call itself."
 )
 
 
@@ -113,7 +112,8 @@ class Profile:
         def total(kinds: tuple[Kind, ...]) -> float:
             return sum(a.end_s - a.start_s for a in found if a.action.kind in kinds)
 
-        span_s = found[-1].end_s - found[0].start_s if found else 0.0
+        starts, ends = [each.start_s for each in found], [each.end_s for each in found]
+        span_s = max(ends) - min(starts) if found else 0.0
         busy_s = sum(a.end_s - a.start_s for a in found)
         return RankPhases(
             rank=rank, forward_s=total(FORWARD), backward_s=total(BACKWARD),
@@ -289,12 +289,13 @@ class Profile:
 
         Both begin at 0. Where ranks run on hosts whose clocks differ, each rank begins at 0.
         """
-        starts = [actions[0].start_s for actions in self.actions if actions]
+        starts = [min(each.start_s for each in actions) for actions in self.actions if actions]
         is_one_clock = max(starts) - min(starts) <= self.step_time_s
         measured = []
         for rank, actions in enumerate(self.actions):
+            own = min((each.start_s for each in actions), default=0.0)
+            zero = min(starts) if is_one_clock else own
             for each in actions:
-                zero = min(starts) if is_one_clock else actions[0].start_s
                 resource = DEFAULT_RESOURCE[each.action.kind]
                 times = each.start_s - zero, each.end_s - zero
                 measured.append(Interval(rank, resource, each.action, *times))

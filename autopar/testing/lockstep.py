@@ -36,6 +36,7 @@ from autopar.ir.mesh import MICROBATCH, Mesh
 from autopar.lowering.streams import Issue
 from autopar.lowering.types import RankProgram, TensorMeta
 from autopar.runtime.machine.apart import apart
+from autopar.runtime.machine.moments import HostMoment
 from autopar.runtime.machine.protocols import NoLinks, Phase
 from autopar.runtime.machine.randomness import Draw, Seeds, random_nodes, split_axes
 from autopar.runtime.state.shards import gather, microbatch_of, reduced, scatter
@@ -153,6 +154,9 @@ class LockstepMachine:
 
     def on(self, issue: Issue) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+    def moment(self) -> HostMoment:
+        return HostMoment()
 
     def run(self, module: fx.GraphModule, arguments: Sequence[Shards]) -> list[Shards]:
         env: dict[fx.Node, list[Any]] = {}

@@ -25,7 +25,7 @@ from autopar.lowering.streams import Issue, Part
 from autopar.lowering.types import RankProgram, TensorMeta
 from autopar.runtime.machine.protocols import NoLinks, Phase
 from autopar.runtime.state.shards import microbatch_of, scatter
-from autopar.runtime.step.executor import Executor
+from autopar.runtime.step.executor import ActionSpan, Executor
 from autopar.runtime.step.reductions import Arrived, Gradients
 from autopar.schedules.action import Action
 from autopar.schedules.schedule import Resource
@@ -154,6 +154,23 @@ class _Tape:
         self._released = kept
 
 
+class TapeMoment:
+    """A moment of a stream; its time is the number of operations that all streams had run."""
+
+    def __init__(self, stream: Resource, tape: _Tape) -> None:
+        self.stream = stream
+        self.at: int | None = None
+        self._tape = tape
+
+    def passed(self) -> None:
+        self.at = sum(self._tape.done.values())
+
+    def elapsed_time(self, later: TapeMoment) -> float:
+        assert self.at is not None, "the stream has not come to it"
+        assert later.at is not None, "the stream has not come to it"
+        return 1e3 * (later.at - self.at)
+
+
 class ReplayMachine:
     """The `Machine` that notes a step instead of running it."""
 
@@ -176,6 +193,11 @@ class ReplayMachine:
         if issue.records:
             self._events[issue.number] = self._stream, len(self.tape.queues[self._stream])
         self._stream, self._notes_uses, self._name = outer
+
+    def moment(self) -> TapeMoment:
+        made = TapeMoment(self._stream, self.tape)
+        self.tape.queues[self._stream].append(_Op(made.passed))
+        return made
 
     def begin(self, microbatch: int, block: int, phase: Phase) -> None:
         self._call = microbatch, block, phase
@@ -271,11 +293,13 @@ class Replayed:
     """The results of one step in one order: shards of the loss and, by value, of gradients.
 
     ``peak_bytes``: the most bytes of values on one rank, without parameters, buffers and inputs.
+    ``spans``: the actions with the moments of the tape at which they started and ended.
     """
 
     loss: Shards
     gradients: dict[int, Shards]
     peak_bytes: int
+    spans: list[ActionSpan]
 
 
 def replayed_step(
@@ -322,6 +346,7 @@ def replayed_step(
         loss=loss(),
         gradients={value: found() for value, found in reader.found.items()},
         peak_bytes=machine.tape.peak_bytes,
+        spans=executor.spans,
     )
 
 

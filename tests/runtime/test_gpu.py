@@ -23,6 +23,7 @@ from autopar.rules.context import LocalContext
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.machine.streams import Streams
 from autopar.runtime.options import RunOptions
+from autopar.runtime.profile import BACKWARD, FORWARD
 from autopar.schedules import Resource
 from autopar.sharding.strategy import Analysis, Strategy
 from tests.equality.case import SINGLE_PRECISION
@@ -376,6 +377,28 @@ def test_a_side_stream_runs_beside_the_main_one_and_behind_its_events() -> None:
         total = y.sum()
     assert total.item() == 4.0 * (1 << 20)
     assert filled[0].item() == 9.0
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+def test_the_time_of_an_action_is_the_devices() -> None:
+    """Launching these products takes far less than they do on the fastest device there is."""
+    size, num_layers = 8192, 4
+    model = nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(num_layers)))
+    x = torch.randn(size, size)
+    with autopar.compile(
+        model, "cuda:0", example_inputs=(x, x), loss_fn=F.mse_loss, optimizer=SGD,
+        profile_limit_s=0,
+    ) as compiled:  # fmt: skip
+        profile = compiled.profile(x, x, num_steps=2)
+    (times,) = profile.actions
+    flops = 2 * num_layers * size**3
+    passes = {
+        kinds: sum(t.end_s - t.start_s for t in times if t.action.kind in kinds)
+        for kinds in (FORWARD, BACKWARD)
+    }
+    assert passes[FORWARD] > flops / 2e15
+    assert passes[BACKWARD] > (2 * flops - flops / num_layers) / 2e15
 
 
 def reference_steps_of(model: nn.Module, batches: list[tuple[Tensor, ...]]) -> list[float]:

@@ -16,13 +16,8 @@ from autopar.base.units import format_seconds
 from autopar.cost_models.work import Family
 from autopar.lowering.op_marks import Gradient, gradient_of, op_place
 from autopar.lowering.types import Role
-from autopar.runtime.machine.op_clock import (
-    HostMoment,
-    OpClock,
-    OpSeconds,
-    moments_of,
-    timed_graphs,
-)
+from autopar.runtime.machine.moments import HostMoment, moments_of
+from autopar.runtime.machine.op_clock import OpClock, OpSeconds, timed_graphs
 from autopar.runtime.machine.protocols import Phase
 from autopar.runtime.measure.op_prices import op_prices
 from autopar.runtime.op_profile import BETWEEN, OpProfile, Pass, op_profiles

@@ -6,9 +6,11 @@ Steps are replayed in drawn orders (`autopar.testing.replay`); streams of a GPU 
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +26,8 @@ from autopar.lowering.streams import Issue, Part, streams_of
 from autopar.lowering.types import RankProgram
 from autopar.memory.program import program_memory
 from autopar.movement.coverable import check_coverable
+from autopar.runtime.machine import moments
+from autopar.runtime.step.executor import action_times
 from autopar.schedules import Action, Resource, Schedule, build, parse_schedule, verify
 from autopar.testing.lockstep import LockstepRun
 from autopar.testing.replay import (
@@ -205,6 +209,63 @@ def test_every_order_gives_the_same_bits(model: str, schedule: str, mesh: Mesh) 
     program = program_of(model, schedule, mesh)
     for choose in (main_first, side_first, *map(drawn, range(NUM_ORDERS))):
         assert equals(replay(model, program, choose), in_order(model, schedule, mesh))
+
+
+@pytest.mark.parametrize("schedule", ["by layer", "mixed", "scheduled reductions"])
+def test_actions_are_timed_on_their_streams_behind_what_they_wait_for(schedule: str) -> None:
+    """In the device's time, the number of operations that its streams have run, not the host's."""
+    program = program_of("resnet", schedule)
+    issues, num_overlaps = [i for i in issues_of(program) if i.action is not None], 0
+    for choose in (main_first, side_first, *map(drawn, range(NUM_ORDERS))):
+        spans = replay("resnet", program, choose).spans
+        assert [span.action for span in spans] == [issue.action for issue in issues]
+        last = max(each.at for span in spans for each in (span.start, span.end))
+        now = SimpleNamespace(at=last + 7)
+        times = action_times(spans, now, 100.0)
+        by_number = {issue.number: found for issue, found in zip(issues, times)}
+        previous: dict[Resource, float] = {}
+        for issue, span, found in zip(issues, spans, times):
+            assert span.start.stream is span.end.stream is issue.stream
+            assert found.start_s == pytest.approx(100.0 - (now.at - span.start.at))
+            assert found.end_s >= found.start_s >= previous.get(issue.stream, -math.inf)
+            assert all(found.start_s >= by_number[n].end_s for n in issue.waits)
+            previous[issue.stream] = found.end_s
+            num_overlaps += any(
+                other.start_s < found.end_s and found.start_s < other.end_s
+                for number, other in by_number.items()
+                if number < issue.number
+            )
+    assert num_overlaps
+
+
+def test_events_are_recorded_at_once_and_read_after_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And not recorded while a CUDA graph is."""
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            log.append("record")
+
+    module = SimpleNamespace(
+        Event=Event, synchronize=lambda: log.append("synchronize"),
+        is_current_stream_capturing=lambda: is_capturing,
+    )  # fmt: skip
+    monkeypatch.setattr(moments, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(moments, "module_of", lambda kind: module)
+    is_capturing = False
+    assert isinstance(moments.moments_of(torch.device("cuda"))(), Event)
+    assert log == ["record"]
+    now, _ = moments.present_of(torch.device("cuda"))
+    assert isinstance(now, Event)
+    assert log == ["record", "record", "synchronize"]
+    is_capturing = True
+    moments.moments_of(torch.device("cuda"))()
+    assert log == ["record", "record", "synchronize"]
 
 
 @pytest.mark.parametrize(("model", "schedule", "mesh"), PROGRAMS, ids=IDS)

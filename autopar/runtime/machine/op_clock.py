@@ -7,16 +7,16 @@ A graph that Inductor compiled has no ops and is not timed, nor are moves betwee
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from autopar.base.accelerators import is_accelerator, module_of
 from autopar.lowering.types import Kernel
+from autopar.runtime.machine.moments import Moment
 
 
 class OpSeconds(NamedTuple):
@@ -35,38 +35,6 @@ def timed_graphs(kernel: Kernel) -> tuple[fx.GraphModule | None, ...]:
     """The graphs of a kernel by their numbers in `OpSeconds`."""
     steps = (step.module for step in kernel.weight_steps)
     return kernel.forward, kernel.backward_input, kernel.backward_weight, *steps
-
-
-class Moment(Protocol):
-    """A moment on a device's stream, as a CUDA event is one."""
-
-    def elapsed_time(self, later: Any) -> float:
-        """Milliseconds until a later moment."""
-        ...
-
-
-class HostMoment:
-    """A moment on the host, where ops have ended when their call returns."""
-
-    def __init__(self) -> None:
-        self.at_s = time.perf_counter()
-
-    def elapsed_time(self, later: HostMoment) -> float:
-        return 1e3 * (later.at_s - self.at_s)
-
-
-def moments_of(device: torch.device) -> Callable[[], Moment]:
-    """A function that notes the present moment of a device: on a GPU a recorded event."""
-    if not is_accelerator(device):
-        return HostMoment
-    module = module_of(device.type)
-
-    def record() -> Moment:
-        event: Moment = module.Event(enable_timing=True)
-        event.record()  # type: ignore[attr-defined]
-        return event
-
-    return record
 
 
 class OpClock:

@@ -49,6 +49,7 @@ from autopar.lowering.types import CompiledGraph, RankProgram, TensorMeta, graph
 from autopar.movement.execution import Gather, Run
 from autopar.runtime.machine.apart import apart
 from autopar.runtime.machine.direct_calls import DIRECT
+from autopar.runtime.machine.moments import Moment, moments_of
 from autopar.runtime.machine.mover import Mover
 from autopar.runtime.machine.protocols import Phase
 from autopar.runtime.machine.randomness import Draw, Seeds, random_nodes, split_axes
@@ -112,6 +113,10 @@ class ProcessMachine:
         self._calls: dict[fx.GraphModule, JoinedMove | None] = {}
         self._scatters: deque[Callable[[], Sequence[Tensor]]] = deque()
         self._streams: Streams | None = None
+        self._moment = moments_of(self.device)
+
+    def moment(self) -> Moment:
+        return self._moment()
 
     def on(self, issue: Issue) -> contextlib.AbstractContextManager[None]:
         if not is_accelerator(self.device):

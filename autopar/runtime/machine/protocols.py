@@ -19,6 +19,7 @@ from torch import fx
 
 from autopar.lowering.streams import Issue
 from autopar.lowering.types import TensorMeta
+from autopar.runtime.machine.moments import Moment
 
 T = TypeVar("T")
 
@@ -52,6 +53,10 @@ class Machine(Protocol[T]):
 
         A machine without streams runs everything in the order of issue.
         """
+        ...
+
+    def moment(self) -> Moment:
+        """The moment at which the current stream has run all that it was given so far."""
         ...
 
     def add(self, left: T, right: T) -> T: ...

@@ -10,15 +10,15 @@ messages travel in `autopar.runtime.step.exchange`, and where graphs run in
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from autopar.lowering.route import Route, route_of
 from autopar.lowering.streams import Part, streams_of
 from autopar.lowering.types import OutputProgram, RankProgram, Role
 from autopar.runtime.faults.progress import encoded, report
+from autopar.runtime.machine.moments import HostMoment, Moment
 from autopar.runtime.machine.protocols import Links, Machine, Phase
 from autopar.runtime.machine.shared_buffers import combined
 from autopar.runtime.step.computation import Computation
@@ -47,10 +47,11 @@ class StepResult(Generic[T]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionTime:
-    """When an action ran, on the machine's monotonic clock; on a GPU, when it was launched.
+    """When an action ran on the device, on the host's monotonic clock.
 
-    It starts when the action before it ended, or when the message that it needs had arrived;
-    copying the message is part of it. Communication only starts in it.
+    It starts with its first work, or when the message that it needs had arrived; copying the
+    message is part of it. Communication only starts in it. The reduction of its gradients has an
+    entry of its own where it runs on another stream.
     """
 
     action: Action
@@ -58,10 +59,31 @@ class ActionTime:
     end_s: float
 
 
+class ActionSpan(NamedTuple):
+    """The moments at which an action started and ended on its stream."""
+
+    action: Action
+    start: Moment
+    end: Moment
+
+
+def action_times(spans: Iterable[ActionSpan], now: Moment, now_s: float) -> list[ActionTime]:
+    """The times of actions that have ended; ``now`` is a later moment, at ``now_s`` on the host's
+    clock."""
+
+    def time_of(moment: Moment) -> float:
+        return now_s - 1e-3 * moment.elapsed_time(now)
+
+    return [
+        ActionTime(action=span.action, start_s=time_of(span.start), end_s=time_of(span.end))
+        for span in spans
+    ]
+
+
 class Executor(Generic[T]):
     """Runs one program on one machine. Parameters and buffers are passed in, never owned.
 
-    ``times`` has the actions of the last pass.
+    ``spans`` has the actions of the last pass, in the order of issue.
     """
 
     def __init__(
@@ -74,7 +96,7 @@ class Executor(Generic[T]):
         self.issues = {(i.action, i.part): i for i in streams_of(program, self.route)}
         self.labels = tuple(encoded(f"action {action}") for action in self.route.actions)
         self.fixed: dict[int, T] = {}
-        self.times: list[ActionTime] = []
+        self.spans: list[ActionSpan] = []
 
     def forward(
         self, parameters: Mapping[int, T], buffers: Mapping[int, T], inputs: Mapping[int, T]
@@ -229,12 +251,11 @@ class _Play(Generic[T]):
         )
         self.keep = any(a.kind in (Kind.I, Kind.B) for a in self.route.actions)
         self.outputs = frozenset(o.value for o in self.program.outputs)
-        self.times = executor.times
-        self.times.clear()
-        self.free_s = 0.0
+        self.spans = executor.spans
+        self.spans.clear()
+        self.start = self.machine.moment()
 
     def run(self) -> None:
-        self.free_s = time.perf_counter()
         for label, action in zip(self.labels, self.route.actions):
             report(label)
             try:
@@ -242,9 +263,6 @@ class _Play(Generic[T]):
             except Exception as error:
                 error.add_note(f"in action {action} of pipeline device {self.route.device}")
                 raise
-            end_s = time.perf_counter()
-            self.times.append(ActionTime(action=action, start_s=self.free_s, end_s=end_s))
-            self.free_s = end_s
         report(_SENT)
         self.exchange.finish()
         with self._on(None, Part.JOIN):
@@ -257,14 +275,23 @@ class _Play(Generic[T]):
 
     def _issue(self, action: Action) -> None:
         """Run an action, and reduce the gradients that it completes."""
-        with self._on(action, Part.RUN):
+        is_apart = (action, Part.REDUCE) in self.issues
+        with self._on(action, Part.RUN), self._timed(action):
             completed = self._do(action)
-            if (action, Part.REDUCE) not in self.issues:
+            if is_apart:
+                completed = list(completed)
+            else:
                 self._reduce(completed)
-                return
-            completed = list(completed)
-        with self._on(action, Part.REDUCE):
-            self._reduce(completed)
+        if is_apart:
+            with self._on(action, Part.REDUCE), self._timed(action):
+                self._reduce(completed)
+
+    @contextlib.contextmanager
+    def _timed(self, action: Action) -> Iterator[None]:
+        """Note when the stream begins and ends what runs within."""
+        self.start = self.machine.moment()
+        yield
+        self.spans.append(ActionSpan(action, self.start, self.machine.moment()))
 
     def _do(self, action: Action) -> Iterable[list[int]]:
         """Run an action. Its weight gradients are computed block by block while the result is read:
@@ -341,7 +368,8 @@ class _Play(Generic[T]):
         assert action.microbatch is not None
         flight = self.compute.flights[action.microbatch]
         taken = self.exchange.take(action)
-        self.free_s = taken.arrived_s
+        now = self.machine.moment()
+        self.start = HostMoment(taken.arrived_s) if isinstance(now, HostMoment) else now
         received = zip(self.exchange.values(action), taken.values)
         if action.kind is Kind.RECV_F:
             flight.values.update(received)

@@ -273,7 +273,7 @@ def _replayed(
             buffers[name] = own_buffer
     copy_each(into, of)
     recorded.recording.replay()
-    bound.executor.times.clear()
+    bound.executor.spans.clear()
     results = recorded.results
     if results.pair is not None and updates.agreement is not None:
         updates.agreement.judge(results.pair)

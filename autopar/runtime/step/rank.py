@@ -25,7 +25,8 @@ from autopar.runtime.faults.progress import encoded, report
 from autopar.runtime.host.heap import FreedMemory
 from autopar.runtime.machine.cuda_graphs import recorder_of
 from autopar.runtime.machine.links import ProcessLinks
-from autopar.runtime.machine.op_clock import OpClock, OpSeconds, moments_of
+from autopar.runtime.machine.moments import moments_of, present_of
+from autopar.runtime.machine.op_clock import OpClock, OpSeconds
 from autopar.runtime.machine.process import ProcessMachine, labels_of
 from autopar.runtime.machine.randomness import Seeds
 from autopar.runtime.state.checks import check_state
@@ -42,7 +43,7 @@ from autopar.runtime.step.agreement import Agreement, NonFinite
 from autopar.runtime.step.bound import Bound
 from autopar.runtime.step.clipping import Clipper
 from autopar.runtime.step.diagnosis import Probe, RefusedStep, StepRefused, refused_step
-from autopar.runtime.step.executor import ActionTime, Executor, StepResult
+from autopar.runtime.step.executor import ActionTime, Executor, StepResult, action_times
 from autopar.runtime.step.graphs import Batches, StepGraphs
 from autopar.runtime.step.loss_scale import LossScale
 from autopar.runtime.step.moving import mover_of, moving
@@ -302,7 +303,8 @@ class RankRuntime:
 
     def action_times(self) -> list[ActionTime]:
         """The times of the last training step's actions on this rank."""
-        return list(self._training.executor.times)
+        now, now_s = present_of(self.machine.device)
+        return action_times(self._training.executor.spans, now, now_s)
 
     def time_ops(self, is_on: bool) -> None:
         """From now on, or no longer, run the graphs of training op by op and time each op."""

@@ -1,0 +1,62 @@
+"""Moments on a device's stream, by which the work between them is timed.
+
+In: a device. Out: moments that a stream passes, CUDA events on a GPU, which cost nothing until they
+are read. They are read once their stream has passed them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from autopar.base.accelerators import is_accelerator, module_of
+
+
+class Moment(Protocol):
+    """A moment on a device's stream, as a CUDA event is one."""
+
+    def elapsed_time(self, later: Any) -> float:
+        """Milliseconds until a later moment."""
+        ...
+
+
+class HostMoment:
+    """A moment on the host, where ops have ended when their call returns: the present one, or
+    ``at_s`` on its monotonic clock."""
+
+    def __init__(self, at_s: float | None = None) -> None:
+        self.at_s = time.perf_counter() if at_s is None else at_s
+
+    def elapsed_time(self, later: HostMoment) -> float:
+        return 1e3 * (later.at_s - self.at_s)
+
+
+def moments_of(device: torch.device) -> Callable[[], Moment]:
+    """A function that notes the present moment of a device's current stream: on a GPU an event.
+
+    While the stream is recorded as a CUDA graph, there is no moment that could be read.
+    """
+    if not is_accelerator(device):
+        return HostMoment
+    module = module_of(device.type)
+
+    def record() -> Moment:
+        event: Moment = module.Event(enable_timing=True)
+        if not module.is_current_stream_capturing():
+            event.record()  # type: ignore[attr-defined]
+        return event
+
+    return record
+
+
+def present_of(device: torch.device) -> tuple[Moment, float]:
+    """The present moment of a device, for which it waits, and its time on the host's clock."""
+    if not is_accelerator(device):
+        now = HostMoment()
+        return now, now.at_s
+    event = moments_of(device)()
+    module_of(device.type).synchronize()
+    return event, time.perf_counter()
