@@ -121,7 +121,7 @@ def test_a_strategy_has_the_name_that_users_know(case: str) -> None:
 def test_words_of_each_kind_of_plan() -> None:
     assert str(planned("PP")).startswith("PP over 2 (1f1b) x ")
     for case, words in {
-        "PP": ("bubble", "2 micro-batches, 2 stages on 2 pipeline ranks", "ties: "),
+        "PP": ("bubble", "2 micro-batches, 2 stages on 2 pipeline ranks"),
         "recomputed": ("recomputation in", "kept a micro-batch"),
         "early": ("early: at most",),
         "free": ("exposed", "best alternatives", "to plan"),
@@ -406,13 +406,17 @@ def test_text_page_json_figures_and_command_line_have_the_same_numbers(
 
 def test_the_best_alternative_is_named() -> None:
     plan = planned("free")
-    first = alternatives(plan)[0]
+    first = next(each for each in alternatives(plan) if not each.is_same)
     text = " ".join(str(plan.explain("transformer.h.1")).split())
     assert f"best alternative {first.name} on {first.mesh}" in text
     assert f"{format_seconds(first.time_s)} a step" in text
     assert f"{first.time_s / plan.prediction.step_time_s:.2f}x, for the whole model" in text
     pipeline = " ".join(str(planned("PP").explain("transformer.h.1")).split())
-    as_eager = next(each for each in alternatives(planned("PP")) if "PipeDream" not in each.name)
+    as_eager = next(
+        each
+        for each in alternatives(planned("PP"))
+        if "PipeDream" not in each.name and not each.is_same
+    )
     assert f"best alternative {as_eager.name}" in pipeline
 
 
@@ -491,7 +495,7 @@ def test_the_peak_of_memory_is_said_in_words() -> None:
         ("F lm_head", "in the forward pass of lm_head"),
         ("I h.0", "in the backward pass of h.0"),
         ("W h.0", "at the gradients of the weights of h.0"),
-        ("update", "at update"),
+        ("update", "at the update"),
     ):
         document["prediction"]["memory_peak_at"] = place
         plan = Plan.from_json(json.dumps(document))
@@ -499,10 +503,33 @@ def test_the_peak_of_memory_is_said_in_words() -> None:
         assert f"the peak is {words})" in " ".join(plan.report("full").split())
 
 
-def test_the_estimate_of_a_pipelines_memory_is_explained() -> None:
-    text = " ".join(str(planned("PP")).split())
-    assert "as if all stages were equal in size" in text
-    assert "as if all stages were equal in size" not in " ".join(str(planned("free")).split())
+@pytest.mark.parametrize("case", ["PP", "free"])
+def test_an_estimate_of_memory_far_from_the_count_is_explained(case: str) -> None:
+    document = json.loads(planned(case).to_json())
+    counted_bytes = sum(document["prediction"]["memory_bytes"].values())
+    for share, is_far in ((0.5, True), (0.9, False)):
+        document["search"]["estimated_bytes"] = round(share * counted_bytes)
+        text = " ".join(str(Plan.from_json(json.dumps(document))).split())
+        assert (f"counted, this plan takes {format_bytes(counted_bytes)}" in text) == is_far
+        assert ("as if stages were equal in size" in text) == (is_far and case == "PP")
+
+
+def test_a_known_strategy_that_is_the_plan_is_no_alternative() -> None:
+    """It is listed as the same; it ties with nothing, and the best alternative is another."""
+    document = json.loads(planned("DDP").to_json())
+    search, step_s = document["search"], document["prediction"]["step_time_s"]
+    same = dict(search["baselines"][DATA], time_s=step_s, memory_bytes=search["estimated_bytes"])
+    slower = dict(same, time_s=2 * step_s)
+    search["baselines"], search["considered"] = {DATA: same, TENSOR: slower}, {}
+    plan = Plan.from_json(json.dumps(document))
+    assert [(e.name, e.is_same) for e in alternatives(plan)] == [("DDP", True), ("TP", False)]
+    text = " ".join(str(plan).split())
+    assert "the same as this plan" in text
+    assert "ties: " not in text
+    assert "best alternative TP" in " ".join(str(plan.explain("transformer.h.1")).split())
+    search["baselines"][TENSOR] = dict(same, time_s=1.002 * step_s)
+    tied = " ".join(str(Plan.from_json(json.dumps(document))).split())
+    assert "ties: TP within 0.5% of the plan" in tied
 
 
 def test_a_split_of_experts_is_expert_parallelism() -> None:

@@ -39,23 +39,24 @@ USERS_NAMES: Mapping[str, str] = {
 }
 ON_MESH = "another mesh"
 NO_FIT = "does not fit"
-ESTIMATE = (
-    "est. memory: as if all stages were equal in size; what a device takes, above, is counted on "
-    "the fullest one."
-)
+SAME = "the same as this plan"
 TIE = 0.005
 """Relative difference in time up to which two alternatives are called a tie."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A strategy that was considered; ``memory_bytes`` is None where it was not estimated."""
+    """A strategy that was considered; ``memory_bytes`` is None where it was not estimated.
+
+    ``is_same``: by time and memory it is the plan itself, under the name of a known strategy.
+    """
 
     name: str
     mesh: str
     time_s: float
     memory_bytes: int | None = None
     note: str = ""
+    is_same: bool = False
 
     @property
     def is_stale(self) -> bool:
@@ -96,6 +97,7 @@ def _listed(plan: PlanFields) -> list[Alternative]:
     found = []
     known_ones = search.baselines if plan.cluster.num_devices > 1 else {}  # one device: all equal
     for name, known in known_ones.items():
+        is_same = _is_plan(plan, known.time_s, known.memory_bytes)
         notes = [known.note, "" if known.memory_bytes <= usable else NO_FIT]
         if name == MARKOV_CHAIN and notes[1]:
             notes = [NO_FIT]  # however long it was searched for
@@ -103,7 +105,8 @@ def _listed(plan: PlanFields) -> list[Alternative]:
             Alternative(
                 name=users_name(name), mesh=known.mesh, time_s=known.time_s,
                 memory_bytes=known.memory_bytes,
-                note="; ".join(filter(None, notes)),
+                note="; ".join(filter(None, (SAME * is_same, *notes))),
+                is_same=is_same,
             )
         )  # fmt: skip
     if not plan.is_pipeline:  # the others are no pipelines, and so times of other things
@@ -117,6 +120,13 @@ def _listed(plan: PlanFields) -> list[Alternative]:
         if place != chosen
     ]
     return found
+
+
+def _is_plan(plan: PlanFields, time_s: float, memory_bytes: int) -> bool:
+    """Whether a known strategy takes the time and the memory that the plan takes by the same
+    estimate."""
+    is_as_fast = math.isclose(time_s, plan.prediction.step_time_s, rel_tol=1e-5)
+    return is_as_fast and math.isclose(memory_bytes, plan.search.estimated_bytes, rel_tol=1e-5)
 
 
 def _other_meshes(plan: PlanFields) -> list[Alternative]:
@@ -178,8 +188,8 @@ def alternatives_section(plan: PlanFields, num_rows: int) -> Section:
     ]  # fmt: skip
     has_memory = any(each.memory_bytes is not None for each in best)
     notes = [_ties(plan, listed), _stale(plan, found)]
-    if has_memory and plan.is_pipeline:
-        notes.append(ESTIMATE)
+    if has_memory:
+        notes.append(_estimate(plan))
     if len(listed) > len(best):
         slower = "slower ones" if known is None or listed[: len(best)] == best else "more"
         notes.append(f"{len(listed) - len(best)} {slower}: plan.report('full')")
@@ -202,6 +212,18 @@ def alternatives_section(plan: PlanFields, num_rows: int) -> Section:
     ).used_columns()
 
 
+def _estimate(plan: PlanFields) -> str:
+    """What estimates leave out, if that is much."""
+    counted_bytes = sum(plan.prediction.memory_bytes.values())
+    if math.isclose(plan.search.estimated_bytes, counted_bytes, rel_tol=0.25):
+        return ""
+    stages = ", as if stages were equal in size" * plan.is_pipeline
+    return (
+        f"est. memory: a rough sum over ops to compare by, without workspace{stages}; counted, "
+        f"this plan takes {format_bytes(counted_bytes)}."
+    )
+
+
 def _stale(plan: PlanFields, found: list[Alternative]) -> str:
     """The alternatives on old weights, which are no plans, with their times."""
     step_s = plan.prediction.step_time_s
@@ -215,7 +237,7 @@ def _stale(plan: PlanFields, found: list[Alternative]) -> str:
 
 def _ties(plan: PlanFields, listed: list[Alternative]) -> str:
     step_s = plan.prediction.step_time_s
-    tied = [e for e in listed if math.isclose(e.time_s, step_s, rel_tol=TIE)]
+    tied = [e for e in listed if not e.is_same and math.isclose(e.time_s, step_s, rel_tol=TIE)]
     if not tied:
         return ""
     names = [f"the best on {e.mesh}" if e.name == ON_MESH else e.name for e in tied[:3]]

@@ -283,9 +283,9 @@ def _facts(
 
 
 def _best_alternative(plan: PlanFields) -> tuple[tuple[str, str], ...]:
-    """The fastest alternative to the whole plan that fits and trains as eager, and how much slower
-    it is."""
-    listed = alternatives(plan)
+    """The fastest other strategy for the whole plan that fits and trains as eager, and how much
+    slower it is."""
+    listed = [each for each in alternatives(plan) if not each.is_same]
     fitting = [each for each in listed if NO_FIT not in each.note and not each.is_stale]
     if not fitting:
         return ()

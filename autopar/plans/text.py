@@ -63,7 +63,9 @@ def _titled_rows(plan: PlanFields) -> list[tuple[str, Rows]]:
 def place_text(place: str) -> str:
     """A place of a step's memory in words: ``I lm_head`` is ``in the backward pass of lm_head``."""
     graph, _, block = place.partition(" ")
-    return f"{_GRAPHS[graph]} {block}" if block and graph in _GRAPHS else f"at {place}"
+    if block and graph in _GRAPHS:
+        return f"{_GRAPHS[graph]} {block}"
+    return "at the update" if place == "update" else f"at {place}"
 
 
 def _summary(plan: PlanFields) -> Rows:
