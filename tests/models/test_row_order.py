@@ -250,7 +250,7 @@ def test_rows_and_experts_split_together() -> None:
     mesh = Mesh(("dp", "ep"), (2, 2))
     analysis = prepared.cut(1).analysis
     choices = tuple(
-        parse_choice("t a") if "routed" in op.target_name
+        parse_choice("t rows_and_experts") if "routed" in op.target_name
         else Choice((analysis.batch_splits[op.index],) * 2)
         for op in analysis.graph.ops
     )  # fmt: skip
