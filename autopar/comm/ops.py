@@ -103,6 +103,9 @@ RAW_OPS = frozenset(
     }
 )
 COLLECTIVES = frozenset({ALL_REDUCE, ALL_REDUCE_MAX, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL})
+REPEATED = frozenset({ALL_TO_ALL})
+"""Collectives that may run again in the backward pass: their results are as large as what they
+move, and rows of experts would fill the memory."""
 
 
 class _Move(torch.autograd.Function):

@@ -19,8 +19,8 @@ operands without gradient (such as the additive mask that attention makes of a b
 every layer would save otherwise). If a set of values is given, the backward pass saves these and
 recomputes all others, as late as possible, from saved values and operands: in I, which hands over
 what W reads too, or in W if only W reads it. Random ops draw the same numbers again. Results of
-collectives, of ops that write to their operands and of control flow are saved wherever they are
-needed.
+collectives (other than all-to-alls), of ops that write to their operands and of control flow are
+saved wherever they are needed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch import Tensor, fx
 from autopar.base.errors import PlanError
 from autopar.base.spelling import did_you_mean
 from autopar.base.torch_private import is_overload, written_arguments
-from autopar.comm.ops import COLLECTIVES, SHARD
+from autopar.comm.ops import COLLECTIVES, REPEATED, SHARD
 from autopar.cost_models.memory import graph_memory
 from autopar.ir.random_ops import DRAWN_AS, is_random
 from autopar.lowering.op_marks import mark_weight_gradients, op_place
@@ -164,7 +164,8 @@ class Joint:
 
     def can_repeat(self, node: fx.Node) -> bool:
         """Whether a call can run again in the backward pass with the same result."""
-        return not self._writes and _is_plain(node) and node.target not in COLLECTIVES
+        is_kept = node.target in COLLECTIVES and node.target not in REPEATED
+        return not self._writes and _is_plain(node) and not is_kept
 
     @cached_property
     def _writes(self) -> bool:

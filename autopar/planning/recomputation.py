@@ -18,11 +18,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from autopar.base.errors import InputError
 from autopar.base.spelling import did_you_mean
 from autopar.base.units import format_bytes
+from autopar.comm.ops import ALL_TO_ALL
 from autopar.cost_models.allocator import allocator_of
 from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.traced import roofline_s
@@ -37,6 +38,7 @@ from autopar.memory.program import ProgramMemory
 from autopar.planning.recompute_request import Recompute, Request
 from autopar.planning.setting import MemoryLimit
 from autopar.pricing.candidate import Candidate
+from autopar.pricing.moves import Moves
 from autopar.pricing.tables import OpTable
 from autopar.schedules.action import Kind
 from autopar.search.recompute import Kept, Option, Value, choose, frontier, kept_of
@@ -112,6 +114,7 @@ class Recomputer:
 
     def _all_points(self, traces: Traces) -> list[BlockPoints]:
         program, prices = self.program, _op_seconds(self.candidate)
+        moves = self.candidate.priced.pricing.moves
         starts = {b.name: b.start for b in self.candidate.priced.pricing.graph.blocks}
         charged, free = _charges(program)
         known: dict[Any, tuple[tuple[Value, ...], tuple[Point, ...]]] = {}
@@ -123,7 +126,7 @@ class Recomputer:
             joint = traces.of_block[block.name]
             key = (joint, charged[position], free[position])
             if key not in known:
-                seconds = _node_seconds(joint, starts[block.name], prices, self.device)
+                seconds = _node_seconds(joint, starts[block.name], prices, self.device, moves)
                 values = self._values(joint, charged[position], free[position], seconds)
                 known[key] = values, self._points(joint, values)
             values, points = known[key]
@@ -425,9 +428,10 @@ def _op_seconds(candidate: Candidate) -> dict[int, float]:
 
 
 def _node_seconds(
-    joint: Joint, start: int, prices: Mapping[int, float], device: DeviceSpec
+    joint: Joint, start: int, prices: Mapping[int, float], device: DeviceSpec, moves: Moves
 ) -> dict[fx.Node, float]:
     """Seconds of each call of the forward pass; ``start`` is the index of the block's first op."""
+    exchanged = {n: _exchange_s(n, moves) for n in joint.forward_nodes if n.target is ALL_TO_ALL}
     seconds = {
         v.node: roofline_s(v.node, device)
         for v in joint.values
@@ -436,7 +440,7 @@ def _node_seconds(
     of_op: dict[int, list[fx.Node]] = defaultdict(list)
     for node in joint.forward_nodes:
         place = op_place(node)
-        if place is not None and node.op == "call_function":
+        if place is not None and node.op == "call_function" and node not in exchanged:
             of_op[place].append(node)
             seconds.setdefault(node, roofline_s(node, device))
     for place, nodes in of_op.items():
@@ -444,7 +448,15 @@ def _node_seconds(
         whole = prices.get(start + place)
         if whole is not None and total > 0:
             seconds |= {node: seconds[node] * whole / total for node in nodes}
-    return seconds
+    return seconds | exchanged
+
+
+def _exchange_s(node: fx.Node, moves: Moves) -> float:
+    """Seconds of an all-to-all of a traced graph."""
+    sent: Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
+    axes = moves.mesh.axes_of(str(node.args[1]))
+    price = moves.collective("all_to_all", sent.numel() * sent.element_size(), axes)
+    return 0.0 if price is None else price.time_s
 
 
 def _with_parents(paths: Sequence[str]) -> set[str]:

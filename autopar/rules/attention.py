@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.ir.graph import Op, Value
@@ -21,7 +22,11 @@ Outputs = Sequence[Value | None]
 def _attention_local(
     context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Attention on a shard; a causal one split along the queries gets the mask of its rows."""
+    """Attention on a shard; a causal one split along the queries gets the mask of its rows.
+
+    Values narrower than the queries are padded: flash kernels take one width only, and without them
+    all scores would be in memory.
+    """
     query, key, value, *rest = args
     mask = rest[0] if rest else kwargs.pop("attn_mask", None)
     dropout = rest[1] if len(rest) > 1 else kwargs.pop("dropout_p", 0.0)
@@ -31,8 +36,11 @@ def _attention_local(
         rows = torch.arange(query.shape[-2], device=query.device) + start
         columns = torch.arange(key.shape[-2], device=query.device)
         mask, causal = rows[:, None] >= columns, False
+    width, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
+    if missing > 0:
+        value = F.pad(value, (0, missing))
     result: Tensor = context.op.target(query, key, value, mask, dropout, causal, **kwargs)
-    return result
+    return result.narrow(-1, 0, width) if missing > 0 else result
 
 
 @register(

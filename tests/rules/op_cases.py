@@ -181,7 +181,8 @@ def attention(draw: Draw, new: New):
         if draw(BOOL):
             mask = mask > -1.0
             mask[..., 0] = True
-    operands = new(b, h * repeat, s, d), new(b, h, t, d), new(b, h, t, d)
+    width = draw(st.sampled_from([4, 4, 2, 6]))  # of the values, which may differ from the keys'
+    operands = new(b, h * repeat, s, d), new(b, h, t, d), new(b, h, t, width)
     return (*operands, mask, 0.0, causal, None, repeat != 1)
 
 
