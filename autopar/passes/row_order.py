@@ -89,8 +89,8 @@ def with_rows_in_order(captured: Captured) -> Captured:
 
 
 def _sorts_numbers(graph: Graph, op: Op) -> bool:
-    """Whether an op sorts a vector of integers."""
-    if op.target_name not in (*_SORTS, *_ARGSORTS):
+    """Whether an op sorts a vector of integers, the least first."""
+    if not _ascends(op):
         return False
     numbers = graph.values[op.inputs[0]]
     return len(numbers.shape) == 1 and not numbers.dtype.is_floating_point and not numbers.fixed
@@ -178,19 +178,25 @@ class _Region:
         found: State | None = None
         if out is None:
             return False
-        if state == _ORDER and op.target_name in (*_SORTS, *_ARGSORTS):
+        if state == _ORDER and _ascends(op):
             found = Inverse() if not any(o is not None for o in op.outputs[:-1]) else None
         elif state == _ORDER and (divisor := _floor_divisor(op)) is not None:
             found = Token(divisor)
         elif isinstance(state, Token) and op.target_name in (*_CASTS, *_RESHAPES):
-            leads = self.values[out].shape[:1] == (self.num_rows,)
-            found = state if leads and not self.values[out].dtype.is_floating_point else None
+            found = state if self._keeps_rows(op, out) else None
         elif self._puts_order(op):
             found = Inverse()
         if found is not None:
             self._note(out, found)
             return True
         return state == _ORDER and self._like_order(op)
+
+    def _keeps_rows(self, op: Op, out: int) -> bool:
+        """Whether a view or a cast of indices names the same rows along the first dimension."""
+        before, after = self.values[op.inputs[0]].shape, self.values[out]
+        is_moved = op.target_name == "aten.expand.default" and len(after.shape) > len(before)
+        is_index = after.dtype in (torch.int32, torch.int64)
+        return is_index and not is_moved and after.shape[:1] == (self.num_rows,)
 
     def _like_order(self, op: Op) -> bool:
         """An op that takes only the shape of the permutation, which the numbers have too."""
@@ -265,12 +271,17 @@ class _Region:
         base, order, rows = op.inputs
         shape, out = self.values[rows].shape, _only(op)
         is_sorted = isinstance(self.states.get(rows), Sorted)
-        if self.states.get(order) != _ORDER or not is_sorted:
+        if self.states.get(order) != _ORDER or not is_sorted or not self._names_rows(op):
             return False
         if self.values[base].shape != shape or self.values[base].dtype != self.values[rows].dtype:
             return False
         self.read_from[out] = rows
         return True
+
+    def _names_rows(self, op: Op) -> bool:
+        """Whether the index of an op that writes or adds rows names the places of whole rows."""
+        _, index, rows = (self.values[i].shape for i in op.inputs)
+        return index == (rows if "scatter" in op.target_name else (self.num_rows,))
 
     # --- products and sums ------------------------------------------------------------------
     def _counted(self, op: Op) -> bool:
@@ -339,7 +350,7 @@ class _Region:
             return False
         base, index, rows = op.inputs
         token, shape = self.states.get(index), self.values[base].shape
-        if not isinstance(token, Token) or self._is_ordered(base):
+        if not isinstance(token, Token) or self._is_ordered(base) or not self._names_rows(op):
             return False
         if not isinstance(self.states.get(rows), Sorted | Repeated):
             return False
@@ -412,6 +423,13 @@ def _only(op: Op) -> int:
     (out,) = op.outputs
     assert out is not None
     return out
+
+
+def _ascends(op: Op) -> bool:
+    """Whether an op sorts, the least first."""
+    positional = op.args[2] if len(op.args) > 2 else False
+    is_sort = op.target_name in (*_SORTS, *_ARGSORTS)
+    return is_sort and not dict(op.kwargs).get("descending", positional)
 
 
 def _floor_divisor(op: Op) -> int | None:

@@ -49,7 +49,7 @@ class Experts(nn.Module):
         x = x.flatten(0, 1)
         scores, chosen = self.router(x).softmax(-1).topk(TOP, -1)
         ids = chosen.flatten()
-        order = ids.argsort(stable=True)
+        order = self.order(ids)
         rows = self.taken(x, order)
         counts = torch.histc(ids.float(), bins=EXPERTS, min=0, max=EXPERTS)
         ends = counts.cumsum(0, dtype=torch.int32)
@@ -59,6 +59,9 @@ class Experts(nn.Module):
         rows = grouped(self.between(rows), self.down, ends)
         rows = rows * scores.flatten()[order].unsqueeze(-1)
         return (self.restored(x, rows, order) - target.flatten(0, 1)).square().mean()
+
+    def order(self, ids: Tensor) -> Tensor:
+        return ids.argsort(stable=True)
 
     def between(self, rows: Tensor) -> Tensor:
         return torch.nn.functional.silu(rows)
@@ -111,6 +114,44 @@ class Numbered(Experts):
 
     def between(self, rows: Tensor) -> Tensor:
         return rows * torch.arange(len(rows)).unsqueeze(-1)
+
+
+class Reversed(Experts):
+    """Restores rows by the inverse permutation backwards."""
+
+    def restored(self, x: Tensor, rows: Tensor, order: Tensor) -> Tensor:
+        return rows[order.argsort(descending=True)].view(-1, TOP, WIDTH).sum(1)
+
+
+class Descending(Experts):
+    """Sorts the last expert first, as the ends do not."""
+
+    def order(self, ids: Tensor) -> Tensor:
+        return ids.argsort(descending=True, stable=True)
+
+
+class Columns(Experts):
+    """Picks another row in each column: ``square[order[j], j]``."""
+
+    def restored(self, x: Tensor, rows: Tensor, order: Tensor) -> Tensor:
+        twice, inverse = torch.cat([x, x]), order.argsort()
+        picked = (twice @ twice.T).gather(0, order.expand(len(order), -1))
+        return rows[inverse].view(-1, TOP, WIDTH).sum(1) + picked[inverse].mean()
+
+
+class FirstColumn(Experts):
+    """Writes back only the first column of the rows."""
+
+    def restored(self, x: Tensor, rows: Tensor, order: Tensor) -> Tensor:
+        own = torch.zeros_like(rows).scatter(0, order.unsqueeze(-1), rows.detach())
+        return own.view(-1, TOP, WIDTH).sum(1)
+
+
+class AddedFirstColumn(Experts):
+    """Adds only the first column of the rows."""
+
+    def restored(self, x: Tensor, rows: Tensor, order: Tensor) -> Tensor:
+        return x.scatter_add(0, (order // TOP).unsqueeze(-1), rows.detach())
 
 
 class Shown(Experts):
@@ -180,7 +221,13 @@ def test_pytorchs_grouped_product_is_known() -> None:
     assert "grouped" not in str([op.target_name for op in graph.ops])
 
 
-@pytest.mark.parametrize("kind", [Dropped, Added, Numbered, Shown])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Dropped, Added, Numbered, Shown, Reversed, Descending, Columns, FirstColumn,
+        AddedFirstColumn,
+    ],
+)  # fmt: skip
 def test_a_visible_order_stays(kind: type[Experts]) -> None:
     captured = capture(kind(), batch(0))
     assert prepare(captured).captured is captured
