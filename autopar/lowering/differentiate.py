@@ -17,6 +17,7 @@ from autopar.base.exclusive import in_turn
 from autopar.base.torch_private import FakeTensorMode
 from autopar.ir.tracing import trace_fx
 from autopar.lowering.joint import Joint
+from autopar.lowering.op_marks import closing_marks
 from autopar.lowering.types import TensorMeta
 from autopar.rules.traced import traced_of
 
@@ -47,14 +48,15 @@ def trace_joint(
             outputs = function(leaves)
         grads: list[Tensor | None] = []
         if sources:
-            grads = list(
-                torch.autograd.grad(
-                    [outputs[i] for i in wanted],
-                    [leaves[i] for i in sources],
-                    cotangents,
-                    allow_unused=True,
+            with closing_marks():
+                grads = list(
+                    torch.autograd.grad(
+                        [outputs[i] for i in wanted],
+                        [leaves[i] for i in sources],
+                        cotangents,
+                        allow_unused=True,
+                    )
                 )
-            )
         return [*(o.detach() for o in outputs), *grads]
 
     with mode:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from enum import StrEnum
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch.autograd.graph import Node
 from torch.fx.traceback import annotate
 
 _PLACE, _GRADIENT = "op_place", "gradient_of"
+_open: list[AbstractContextManager[None]] = []
+"""The marks of the gradients that are being traced, the innermost last."""
 
 
 class Gradient(StrEnum):
@@ -49,18 +51,30 @@ def marking(place: int, **others: Any) -> AbstractContextManager[None]:
 def mark_gradient(place: int, results: Sequence[Tensor], operands: Sequence[Tensor]) -> None:
     """Let the nodes that will be traced for the gradient of an op from ``operands`` to ``results``
     carry its place."""
+
+    def enter(*_: object) -> None:
+        _open.append(annotate({_PLACE: place, _GRADIENT: Gradient.INPUT.value}))
+        _open[-1].__enter__()
+
     for made in _between(results, operands):
-        entered: list[AbstractContextManager[None]] = []
-
-        def enter(*_: object, entered: list[AbstractContextManager[None]] = entered) -> None:
-            entered.append(annotate({_PLACE: place, _GRADIENT: Gradient.INPUT.value}))
-            entered[-1].__enter__()
-
-        def leave(*_: object, entered: list[AbstractContextManager[None]] = entered) -> None:
-            entered.pop().__exit__(None, None, None)
-
         made.register_prehook(enter)
-        made.register_hook(leave)
+        made.register_hook(_leave)
+
+
+def _leave(*_: object) -> None:
+    _open.pop().__exit__(None, None, None)
+
+
+@contextmanager
+def closing_marks() -> Iterator[None]:
+    """Within: marked gradients are traced; marks that a failure leaves open are closed at the end,
+    before any other trace begins."""
+    num_open = len(_open)
+    try:
+        yield
+    finally:
+        while len(_open) > num_open:
+            _leave()
 
 
 def _between(results: Sequence[Tensor], operands: Sequence[Tensor]) -> Iterator[Node]:

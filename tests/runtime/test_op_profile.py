@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.fx import traceback
 
 import autopar
 from autopar.base.units import format_seconds
 from autopar.cost_models.work import Family
-from autopar.lowering.op_marks import Gradient, gradient_of, op_place
-from autopar.lowering.types import Role
+from autopar.lowering.differentiate import trace_joint
+from autopar.lowering.op_marks import (
+    Gradient,
+    gradient_of,
+    mark_gradient,
+    marking,
+    op_place,
+)
+from autopar.lowering.types import Role, TensorMeta
 from autopar.runtime.machine.moments import HostMoment, moments_of
 from autopar.runtime.machine.op_clock import OpClock, OpSeconds, timed_graphs
 from autopar.runtime.machine.protocols import Phase
@@ -196,6 +206,24 @@ def test_gradients_of_inputs_and_of_parameters_are_told_apart() -> None:
     assert products.count(Gradient.WEIGHT) == num_layers
     assert products.count(Gradient.INPUT) == num_layers - 1
     assert len(products) == 2 * num_layers - 1
+
+
+def test_a_gradient_that_cannot_be_traced_leaves_no_mark() -> None:
+    """Neither behind it nor when its error, and with it autograd's graph, is forgotten."""
+
+    def function(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        made = torch.igamma(operands[0], operands[0].detach())
+        mark_gradient(0, [made], operands)
+        return (made,)
+
+    meta = TensorMeta(shape=(4,), stride=(1,), dtype=torch.float32)
+    with pytest.raises(NotImplementedError, match="igamma") as raised:
+        trace_joint(function, [meta], [True], [False], torch.device("cpu"))
+    with marking(1):
+        del raised
+        gc.collect()
+        assert traceback.get_current_meta()["custom"] == {"op_place": 1}
+    assert "custom" not in traceback.get_current_meta()
 
 
 def test_training_goes_on_untimed(profiled: tuple[Any, Profile]) -> None:
