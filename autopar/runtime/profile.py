@@ -34,7 +34,7 @@ from autopar.runtime.op_tables import (
 from autopar.runtime.step.executor import ActionTime
 from autopar.schedules import Interval
 from autopar.schedules.action import RECV_KINDS, SEND_KINDS, Kind
-from autopar.schedules.schedule import DEFAULT_RESOURCE
+from autopar.schedules.simulate.timeline import covered_s
 from autopar.schedules.simulate.trace import device_names, interval_events, trace_text
 
 FORWARD, BACKWARD = (Kind.F,), (Kind.B, Kind.I, Kind.W, Kind.R)
@@ -114,7 +114,7 @@ class Profile:
 
         starts, ends = [each.start_s for each in found], [each.end_s for each in found]
         span_s = max(ends) - min(starts) if found else 0.0
-        busy_s = sum(a.end_s - a.start_s for a in found)
+        busy_s = covered_s([(a.start_s, a.end_s) for a in found])
         return RankPhases(
             rank=rank, forward_s=total(FORWARD), backward_s=total(BACKWARD),
             messages_s=total((*SEND_KINDS, *RECV_KINDS)), waiting_s=max(span_s - busy_s, 0.0),
@@ -296,9 +296,8 @@ class Profile:
             own = min((each.start_s for each in actions), default=0.0)
             zero = min(starts) if is_one_clock else own
             for each in actions:
-                resource = DEFAULT_RESOURCE[each.action.kind]
                 times = each.start_s - zero, each.end_s - zero
-                measured.append(Interval(rank, resource, each.action, *times))
+                measured.append(Interval(rank, each.resource, each.action, *times))
         slices = interval_events(measured, "measured ")
         timeline, predicted = predicted_timeline(self.plan), list[Interval]()
         if timeline is not None:

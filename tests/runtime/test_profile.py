@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -14,6 +16,8 @@ import torch
 import autopar
 from autopar.base.errors import InputError
 from autopar.runtime.profile import Profile
+from autopar.runtime.step.executor import ActionTime
+from autopar.schedules import Action, Kind, Resource
 
 ADAM = functools.partial(torch.optim.Adam, lr=1e-3)
 
@@ -40,6 +44,29 @@ def test_phases_of_a_rank_make_up_its_step(profiled: tuple[Any, Profile]) -> Non
         assert min(parts) >= 0
         assert sum(parts) == pytest.approx(profile.step_time_s)
         assert (rank.messages_s > 0) == compiled.plan.is_pipeline
+
+
+def test_streams_that_overlap_are_counted_once_and_drawn_apart(
+    profiled: tuple[Any, Profile],
+) -> None:
+    spans = (
+        (Action(0, Kind.I, 0), Resource.MAIN, 0.0, 2.0),
+        (Action(0, Kind.W, 0), Resource.SIDE, 1.0, 3.0),
+        (Action(0, Kind.F, 1), Resource.MAIN, 4.0, 5.0),
+    )
+    times = tuple(
+        ActionTime(action=action, resource=resource, start_s=start_s, end_s=end_s)
+        for action, resource, start_s, end_s in spans
+    )
+    profile = dataclasses.replace(profiled[1], actions=(times, times), step_times_s=(6.0,))
+    for rank in profile.ranks:
+        assert (rank.forward_s, rank.backward_s) == (1.0, 4.0)
+        assert (rank.waiting_s, rank.rest_s) == (1.0, 1.0)
+    slices = [event for event in profile.trace_events() if event["ph"] == "X"]
+    slices.sort(key=lambda event: (event["pid"], event["tid"], event["ts"]))
+    for one, other in itertools.pairwise(slices):
+        if (one["pid"], one["tid"]) == (other["pid"], other["tid"]):
+            assert other["ts"] >= one["ts"] + one["dur"] - 1e-6
 
 
 def test_predictions_are_those_of_the_plan(profiled: tuple[Any, Profile]) -> None:

@@ -25,6 +25,7 @@ from autopar.runtime.step.computation import Computation
 from autopar.runtime.step.exchange import Exchange
 from autopar.runtime.step.reductions import Gradients, Reductions, Updater
 from autopar.schedules.action import RECV_KINDS, SEND_KINDS, Action, Kind
+from autopar.schedules.schedule import DEFAULT_RESOURCE, Resource
 
 T = TypeVar("T")
 _SENT = encoded("the last sends of its schedule")
@@ -51,10 +52,12 @@ class ActionTime:
 
     It starts with its first work, or when the message that it needs had arrived; copying the
     message is part of it. Communication only starts in it. The reduction of its gradients has an
-    entry of its own where it runs on another stream.
+    entry of its own where it runs on another stream. ``resource``: what it occupies in the
+    schedule, of whose two compute streams one may run during the other.
     """
 
     action: Action
+    resource: Resource
     start_s: float
     end_s: float
 
@@ -63,6 +66,7 @@ class ActionSpan(NamedTuple):
     """The moments at which an action started and ended on its stream."""
 
     action: Action
+    resource: Resource
     start: Moment
     end: Moment
 
@@ -75,9 +79,12 @@ def action_times(spans: Iterable[ActionSpan], now: Moment, now_s: float) -> list
         return now_s - 1e-3 * moment.elapsed_time(now)
 
     return [
-        ActionTime(action=span.action, start_s=time_of(span.start), end_s=time_of(span.end))
+        ActionTime(
+            action=span.action, resource=span.resource,
+            start_s=time_of(span.start), end_s=time_of(span.end),
+        )
         for span in spans
-    ]
+    ]  # fmt: skip
 
 
 class Executor(Generic[T]):
@@ -276,22 +283,25 @@ class _Play(Generic[T]):
     def _issue(self, action: Action) -> None:
         """Run an action, and reduce the gradients that it completes."""
         is_apart = (action, Part.REDUCE) in self.issues
-        with self._on(action, Part.RUN), self._timed(action):
+        with self._on(action, Part.RUN), self._timed(action, Part.RUN):
             completed = self._do(action)
             if is_apart:
                 completed = list(completed)
             else:
                 self._reduce(completed)
         if is_apart:
-            with self._on(action, Part.REDUCE), self._timed(action):
+            with self._on(action, Part.REDUCE), self._timed(action, Part.REDUCE):
                 self._reduce(completed)
 
     @contextlib.contextmanager
-    def _timed(self, action: Action) -> Iterator[None]:
+    def _timed(self, action: Action, part: Part) -> Iterator[None]:
         """Note when the stream begins and ends what runs within."""
+        resource, issue = DEFAULT_RESOURCE[action.kind], self.issues.get((action, part))
+        if issue is not None and resource is Resource.MAIN:
+            resource = issue.stream
         self.start = self.machine.moment()
         yield
-        self.spans.append(ActionSpan(action, self.start, self.machine.moment()))
+        self.spans.append(ActionSpan(action, resource, self.start, self.machine.moment()))
 
     def _do(self, action: Action) -> Iterable[list[int]]:
         """Run an action. Its weight gradients are computed block by block while the result is read:
