@@ -226,6 +226,7 @@ def test_actions_are_timed_on_their_streams_behind_what_they_wait_for(schedule: 
         previous: dict[Resource, float] = {}
         for issue, span, found in zip(issues, spans, times):
             assert span.start.stream is span.end.stream is issue.stream
+            assert found.resource in (issue.stream, Resource.COLLECTIVE)
             assert found.start_s == pytest.approx(100.0 - (now.at - span.start.at))
             assert found.end_s >= found.start_s >= previous.get(issue.stream, -math.inf)
             assert all(found.start_s >= by_number[n].end_s for n in issue.waits)
@@ -266,6 +267,9 @@ def test_events_are_recorded_at_once_and_read_after_the_device(
     is_capturing = True
     moments.moments_of(torch.device("cuda"))()
     assert log == ["record", "record", "synchronize"]
+    del module.is_current_stream_capturing  # of a kind without graphs
+    moments.moments_of(torch.device("cuda"))()
+    assert log == ["record", "record", "synchronize", "record"]
 
 
 @pytest.mark.parametrize(("model", "schedule", "mesh"), PROGRAMS, ids=IDS)

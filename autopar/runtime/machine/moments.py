@@ -42,10 +42,11 @@ def moments_of(device: torch.device) -> Callable[[], Moment]:
     if not is_accelerator(device):
         return HostMoment
     module = module_of(device.type)
+    is_recorded = getattr(module, "is_current_stream_capturing", bool)  # not all kinds have graphs
 
     def record() -> Moment:
         event: Moment = module.Event(enable_timing=True)
-        if not module.is_current_stream_capturing():
+        if not is_recorded():
             event.record()  # type: ignore[attr-defined]
         return event
 
