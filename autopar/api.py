@@ -154,6 +154,7 @@ def plan(
       see ``nonfinite`` of `compile`. With micro-batches gradients are accumulated, so only the last
       one can save; `autopar.Update` has more options.
     * ``compute``: the cost model of ops; by default an analytical roofline of ``cluster.device``.
+      On unequal islands it prices the slowest devices, and rooflines all others.
     * ``time_limit_s``: seconds of processor time of a search over schedules, stages or
       micro-batches: a third to find options, the rest to lower them until one fits. By default 60,
       and in proportion more on over 4,096 devices. What was not tried is in the report. The

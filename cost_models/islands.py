@@ -18,6 +18,7 @@ def joined_hardware(islands: Sequence[Hardware], link: Level) -> Hardware:
     """The hardware of all islands together; ``link`` is that of one island, of any size.
 
     Levels that all islands have in the same sizes stay; otherwise nodes share their island's link.
+    The link is never the first level, which is inside a node.
     Raises ClusterError for fewer than two islands, and for devices that cannot run one program.
     """
     if len(islands) < 2:
@@ -59,7 +60,10 @@ def _rates(device: DeviceSpec) -> tuple[float, float]:
 def _levels(islands: Sequence[Hardware], link: Level) -> tuple[Level, ...]:
     sizes = [tuple(level.size for level in each.levels) for each in islands]
     if len(set(sizes)) == 1:
-        inner = [_slowest(levels) for levels in zip(*(each.levels for each in islands))]
+        inner = [
+            structs.replace(_slowest(levels), in_node=all(level.in_node for level in levels))
+            for levels in zip(*(each.levels for each in islands))
+        ] or [structs.replace(link, size=1)]
         return (*inner, structs.replace(link, size=len(islands)))
     node = math.gcd(*(each.devices_per_node for each in islands))
     most = max(each.num_devices for each in islands) // node
@@ -68,10 +72,8 @@ def _levels(islands: Sequence[Hardware], link: Level) -> tuple[Level, ...]:
         size=sum(each.num_devices for each in islands) // node,
         bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / most,
     )
-    if node == 1:
-        return (between,)
-    first = _slowest([each.levels[0] for each in islands])
-    return structs.replace(first, size=node), between
+    inside = [level for each in islands for level in each.levels[: each.num_node_levels]]
+    return structs.replace(_slowest(inside), size=node, in_node=False), between
 
 
 def _slowest(levels: Sequence[Level]) -> Level:

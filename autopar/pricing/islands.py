@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+from msgspec import structs
+
 from autopar.cost_models import Cluster, CommunicationModel, RooflineModel
 from autopar.pricing.problem import PricedGraph, price_graph
 from autopar.pricing.tables import Pricing
@@ -19,7 +21,8 @@ def on_islands(priced: PricedGraph) -> Callable[[Cluster], PricedGraph]:
 
     @functools.cache
     def on(island: Cluster) -> PricedGraph:
-        is_alike = island.device == whole.cluster.device
+        slowest = structs.replace(whole.cluster.device, memory_bytes=island.device.memory_bytes)
+        is_alike = island.device == slowest
         return price_graph(
             Pricing(
                 whole.analysis, whole.mesh, island,

@@ -9,7 +9,7 @@ from torch import nn
 
 import autopar
 from autopar.base.errors import ClusterError
-from autopar.cost_models import Cluster, DeviceSpec
+from autopar.cost_models import Cluster, DeviceSpec, OpCall, OpEstimate, RooflineModel
 from autopar.plans.document import Plan
 
 FAST = Cluster.preset("a100-80", devices_per_node=1)
@@ -123,3 +123,35 @@ def test_what_cannot_be_joined_is_refused() -> None:
     both = joined(Cluster.preset("a100-80", nodes=2), Cluster.preset("v100"))
     assert [level.size for level in both.levels] == [8, 3]
     assert Cluster.from_json(both.to_json()) == both
+
+
+def test_the_link_between_islands_is_no_link_inside_a_node() -> None:
+    uneven = joined(Cluster.preset("a100-80"), Cluster.preset("v100", devices_per_node=3))
+    assert [level.size for level in uneven.levels] == [1, 11]
+    alone = Cluster(device=FAST.device)
+    bare = joined(alone, alone)
+    assert [level.size for level in bare.levels] == [1, 2]
+    for cluster in (uneven, bare, joined(FAST, FAST)):
+        assert cluster.devices_per_node == 1
+        assert cluster.levels[-1].name == "between islands"
+
+
+def test_inside_a_node_what_spans_islands_takes_the_slowest_of_all_levels() -> None:
+    """Pairs of these cards have a bridge, and PCI Express between them."""
+    pairs, whole = Cluster.preset("h100-pcie"), Cluster.preset("v100")
+    assert [level.size for level in pairs.levels] == [2, 4]
+    first, _ = joined(pairs, whole).levels
+    assert first.bandwidth_bytes_per_s == pairs.levels[1].bandwidth_bytes_per_s
+    assert (first.size, first.in_node) == (8, False)
+
+
+def test_a_model_of_compute_prices_the_slowest_devices_of_whatever_memory() -> None:
+    class Slower(RooflineModel):
+        def estimate(self, call: OpCall) -> OpEstimate:
+            return super().estimate(call).times(2)
+
+    slow = slowed(FAST, 2.0)
+    large = msgspec.structs.replace(slow.device, memory_bytes=2 * slow.device.memory_bytes)
+    cluster = joined(msgspec.structs.replace(slow, device=large), FAST)
+    # Twice as slow as the roofline of the slow devices, whose memory is not the least.
+    assert starts(planned(cluster, **ONE_STAGE, compute=Slower(cluster.device))) == [0, 2]
