@@ -320,7 +320,8 @@ def difference(
     ]
     notes: tuple[str, ...] = ()
     if plan.graph.fingerprint != other.graph.fingerprint:
-        notes = ("The plans are for different graphs: another model, batch or precision.",)
+        causes = "another model, batch or precision, or micro-batches in one of them alone"
+        notes = (f"The plans are for different graphs: {causes}.",)
     ratio = plan.prediction.step_time_s / other.prediction.step_time_s
     return Page(
         headline=f"{names[0]}: {headline(plan)}",

@@ -138,7 +138,7 @@ def _facts(plan: PlanFields) -> tuple[tuple[str, str], ...]:
         devices += ", one on each pipeline rank"
     rows = [
         ("model", _cut(f"{model}; {inputs_text(plan)}", 2)),
-        ("devices", _cut(devices)),
+        ("devices", _cut(devices, 1 + bool(plan.cluster.islands))),
     ]
     if plan.is_pipeline or schedule.num_microbatches > 1:
         text = schedule.name if plan.is_pipeline else "no pipeline"
