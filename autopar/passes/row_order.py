@@ -286,17 +286,17 @@ class _Region:
     # --- products and sums ------------------------------------------------------------------
     def _counted(self, op: Op) -> bool:
         """A count of the rows of each expert, which does not depend on their order."""
-        counts = _num_counted(op) is not None and self._are_ids(op.inputs[0])
+        counts = _counted_in(op) is not None and self._are_ids(op.inputs[0])
         if counts:
             self.ops.append(op)
         return counts
 
-    def _num_grouped(self, ends: int) -> int | None:
-        """The number of experts, if a value holds the end of each expert's rows."""
+    def _grouped_by(self, ends: int) -> _Bins | None:
+        """How rows are counted, if a value holds the end of each expert's rows."""
         sums = 0
         while (op := self._maker(ends)) is not None:
-            if (num := _num_counted(op)) is not None:
-                return num if sums == 1 and self._are_ids(op.inputs[0]) else None
+            if (bins := _counted_in(op)) is not None:
+                return bins if sums == 1 and self._are_ids(op.inputs[0]) else None
             if op.target_name == "aten.cumsum.default" and op.args[1] in (0, -1):
                 sums += 1
             elif op.target_name not in _CASTS:
@@ -331,8 +331,8 @@ class _Region:
         if op.target_name not in _GROUPED or len(op.inputs) != 3:
             return False
         x, weight, ends = op.inputs
-        num_experts = self.values[weight].shape[0]
-        if self._is_ordered(weight) or self._num_grouped(ends) != num_experts:
+        bins, num_experts = self._grouped_by(ends), self.values[weight].shape[0]
+        if self._is_ordered(weight) or bins is None or bins.num != num_experts:
             return False
         rows = self.states.get(x)
         if isinstance(rows, Repeated):
@@ -340,9 +340,19 @@ class _Region:
         elif not isinstance(rows, Sorted):
             return False
         self._note(_only(op), Sorted())
-        args = (Ref(x), Ref(weight), Ref(self.ids))
+        args = (Ref(x), Ref(weight), Ref(self._expert_of_rows(op, bins)))
         self.ops.append(replace(op, target=ROUTED_PRODUCT, args=args, kwargs=()))
         return True
+
+    def _expert_of_rows(self, op: Op, bins: _Bins) -> int:
+        """The expert of each row in its own order; the last bin counts its upper end too."""
+        if not bins.has_end:
+            return self.ids
+        shape = self.values[self.ids].shape
+        at_end = self._call(op, _ATEN.eq.Scalar, self.ids, bins.num, shape=shape, dtype=torch.bool)
+        return self._call(
+            op, _ATEN.masked_fill.Scalar, self.ids, Ref(at_end), bins.num - 1, shape=shape
+        )
 
     def _summed(self, op: Op) -> bool:
         """Sorted rows added to the rows of their tokens."""
@@ -401,14 +411,22 @@ class _Region:
         whole = self.values[value].shape
         return self._call(op, _ATEN._unsafe_view.default, found, whole, shape=whole)
 
-    def _call(self, near: Op, target: Any, x: int, *args: Any, shape: Sequence[int]) -> int:
+    def _call(
+        self,
+        near: Op,
+        target: Any,
+        x: int,
+        *args: Any,
+        shape: Sequence[int],
+        dtype: torch.dtype | None = None,
+    ) -> int:
         """Add an op in front of ``near``; returns the index of its result."""
         index, like = len(self.values), self.values[x]
         name = f"{near.name}_{target.__name__.split('.')[0]}{index}"
         self.values.append(
             Value(
                 index=index, name=name, kind=ValueKind.ACTIVATION, shape=tuple(shape),
-                dtype=like.dtype, differentiable=like.differentiable,
+                dtype=dtype or like.dtype, differentiable=like.differentiable,
             )
         )  # fmt: skip
         made = replace(
@@ -449,14 +467,23 @@ def _floor_divisor(op: Op) -> int | None:
     return divisor if is_floor and type(divisor) is int and divisor > 0 else None
 
 
-def _num_counted(op: Op) -> int | None:
-    """The number of experts whose rows a histogram counts, with one bin for each."""
+@dataclass(frozen=True, slots=True)
+class _Bins:
+    """The bins of a histogram, one for each of ``num`` experts; with ``has_end`` the number behind
+    the last expert's counts as his."""
+
+    num: int
+    has_end: bool
+
+
+def _counted_in(op: Op) -> _Bins | None:
+    """The bins in which an op counts the rows of each expert, if it does."""
     if op.target_name != "aten.histc.default":
         return None
     given = dict(zip(("bins", "min", "max"), op.args[1:])) | dict(op.kwargs)
     bins, last = given.get("bins", 100), given.get("max", 0)
     is_each = given.get("min", 0) == 0 and last in (bins - 1, bins) and (last > 0 or bins == 1)
-    return int(bins) if is_each else None
+    return _Bins(int(bins), has_end=last == bins) if is_each else None
 
 
 def _adds_rows(op: Op) -> bool:
