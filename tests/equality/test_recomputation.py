@@ -100,7 +100,7 @@ def test_results_of_collectives_are_kept_but_for_all_to_alls() -> None:
     repeated = calls(again) - calls(plain)
     assert calls(plain) <= calls(again)
     assert {kind for _, _, kind, _ in repeated} == {"all_to_all"}
-    assert "forward" not in {phase for _, phase, _, _ in repeated}
+    assert "F" not in {phase for _, phase, _, _ in repeated}
 
 
 def test_unknown_blocks_and_values_are_refused() -> None:
