@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import logging
 import sys
 import threading
@@ -499,6 +500,14 @@ def runs_uncompiled(function: F) -> F:
 
 
 # --- processes -----------------------------------------------------------------------------
+def import_compiler() -> None:
+    """Import ``torch._dynamo`` (2.11 to 2.13), which torch's optimizers import at their first use.
+
+    It takes longer than the rest of a worker's start, and touches no device.
+    """
+    importlib.import_module("torch._dynamo")
+
+
 def default_store() -> Any:
     """The store over which the default process group was made.
 

@@ -22,15 +22,16 @@ _KERNEL_CAPABILITY = (8, 0)
 @torch.library.custom_op("autopar::routed_product", mutates_args=())
 def routed_product(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
     """``[t * r, n]``, contiguous; the module's docstring has the shapes."""
-    repeats = _repeats(x, expert)
-    out = x.new_zeros(expert.shape[0], weight.shape[2])
+    repeats, shape = _repeats(x, expert), (expert.shape[0], weight.shape[2])
     if not _has_kernel(x, weight):
+        out = x.new_zeros(shape)
         for number, rows in _groups(expert, weight.shape[0]):
             out[rows] = x[rows // repeats] @ weight[number]
         return out
     order, ends = _grouped(expert, weight.shape[0])
     found = torch.nn.functional.grouped_mm(x[order // repeats], _aligned(weight), offs=ends)
-    return out.index_copy_(0, order, found.masked_fill_(_is_behind(order, ends), 0))
+    found = found.masked_fill_(_is_behind(order, ends), 0)
+    return x.new_empty(shape).index_copy_(0, order, found)
 
 
 @torch.library.custom_op("autopar::routed_product_weight", mutates_args=())

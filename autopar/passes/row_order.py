@@ -27,19 +27,23 @@ from autopar.ir.graph import Graph, Op, Ref, Value, ValueKind, map_refs
 from autopar.ir.random_ops import draws
 from autopar.ir.rebuild import rebuilt
 from autopar.ir.routed_product import ROUTED_PRODUCT
+from autopar.passes.row_patterns import (
+    CASTS,
+    GROUPED_PRODUCTS,
+    LIKES,
+    RESHAPES,
+    SORTS,
+    Bins,
+    adds_rows,
+    counted_in,
+    floor_divisor,
+    is_row_wise,
+    sorts_ascending,
+    writes_rows,
+)
 from autopar.rules import space_of
-from autopar.rules.space import Space
 
 _ATEN = torch.ops.aten
-_SORTS = ("aten.sort.default", "aten.sort.stable")
-_ARGSORTS = ("aten.argsort.default", "aten.argsort.stable")
-_GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
-_CASTS = ("aten._to_copy.default", "aten.clone.default", "aten.alias.default")
-_RESHAPES = (
-    "aten.view.default", "aten.reshape.default", "aten._unsafe_view.default",
-    "aten.unsqueeze.default", "aten.squeeze.dim", "aten.expand.default",
-)  # fmt: skip
-_LIKES = ("aten.empty_like.default", "aten.zeros_like.default")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,7 @@ def with_rows_in_order(captured: Captured) -> Captured:
 
 def _sorts_numbers(graph: Graph, op: Op) -> bool:
     """Whether an op sorts a vector of integers, the least first."""
-    if not _ascends(op):
+    if not sorts_ascending(op):
         return False
     numbers = graph.values[op.inputs[0]]
     return len(numbers.shape) == 1 and not numbers.dtype.is_floating_point and not numbers.fixed
@@ -132,7 +136,7 @@ class _Region:
         """Leave out the sort; raises _Visible, and changes nothing, where it has to stay."""
         if (order := self.sort.outputs[-1]) is not None:
             self._note(order, _ORDER)
-        if self.sort.target_name in _SORTS and (ordered := self.sort.outputs[0]) is not None:
+        if self.sort.target_name in SORTS and (ordered := self.sort.outputs[0]) is not None:
             self._same_rows(ordered, self.ids)
         while self.waiting:
             index = heapq.heappop(self.waiting)
@@ -178,11 +182,11 @@ class _Region:
         found: State | None = None
         if out is None:
             return False
-        if state == _ORDER and _ascends(op):
-            found = Inverse() if not any(o is not None for o in op.outputs[:-1]) else None
-        elif state == _ORDER and (divisor := _floor_divisor(op)) is not None:
+        if state == _ORDER and sorts_ascending(op):
+            found = Inverse() if all(o is None for o in op.outputs[:-1]) else None
+        elif state == _ORDER and (divisor := floor_divisor(op)) is not None:
             found = Token(divisor)
-        elif isinstance(state, Token) and op.target_name in (*_CASTS, *_RESHAPES):
+        elif isinstance(state, Token) and op.target_name in (*CASTS, *RESHAPES):
             found = state if self._keeps_rows(op, out) else None
         elif self._puts_order(op):
             found = Inverse()
@@ -202,14 +206,14 @@ class _Region:
         """An op that takes only the shape of the permutation, which the numbers have too."""
         (out,) = op.outputs
         alike = self.values[self.ids].dtype == self.values[op.inputs[0]].dtype
-        if op.target_name not in _LIKES or out is None or not alike:
+        if op.target_name not in LIKES or out is None or not alike:
             return False
         self.ops.append(replace(op, args=(Ref(self.ids), *op.args[1:])))
         return True
 
     def _puts_order(self, op: Op) -> bool:
         """Whether an op writes 0, 1, 2, ... to the places that the permutation names."""
-        if not _writes_rows(op):
+        if not writes_rows(op):
             return False
         base, order, written = op.inputs
         is_whole = self.values[base].shape == (self.num_rows,)
@@ -266,7 +270,7 @@ class _Region:
 
     def _put_back(self, op: Op) -> bool:
         """Sorted rows written to the places that the permutation names."""
-        if not _writes_rows(op):
+        if not writes_rows(op):
             return False
         base, order, rows = op.inputs
         shape, out = self.values[rows].shape, _only(op)
@@ -286,20 +290,20 @@ class _Region:
     # --- products and sums ------------------------------------------------------------------
     def _counted(self, op: Op) -> bool:
         """A count of the rows of each expert, which does not depend on their order."""
-        counts = _counted_in(op) is not None and self._are_ids(op.inputs[0])
+        counts = counted_in(op) is not None and self._are_ids(op.inputs[0])
         if counts:
             self.ops.append(op)
         return counts
 
-    def _grouped_by(self, ends: int) -> _Bins | None:
+    def _grouped_by(self, ends: int) -> Bins | None:
         """How rows are counted, if a value holds the end of each expert's rows."""
         sums = 0
         while (op := self._maker(ends)) is not None:
-            if (bins := _counted_in(op)) is not None:
+            if (bins := counted_in(op)) is not None:
                 return bins if sums == 1 and self._are_ids(op.inputs[0]) else None
             if op.target_name == "aten.cumsum.default" and op.args[1] in (0, -1):
                 sums += 1
-            elif op.target_name not in _CASTS:
+            elif op.target_name not in CASTS:
                 return None
             ends = op.inputs[0]
         return None
@@ -309,7 +313,7 @@ class _Region:
         ids = self._source(self.ids)
         while (value := self._source(value)) != ids:
             op = self._maker(value)
-            if op is None or op.target_name not in (*_CASTS, *_RESHAPES):
+            if op is None or op.target_name not in (*CASTS, *RESHAPES):
                 return False
             if math.prod(self.values[value].shape) != self.num_rows:
                 return False
@@ -328,7 +332,7 @@ class _Region:
 
     def _product(self, op: Op) -> bool:
         """A product of rows grouped by expert."""
-        if op.target_name not in _GROUPED or len(op.inputs) != 3:
+        if op.target_name not in GROUPED_PRODUCTS or len(op.inputs) != 3:
             return False
         x, weight, ends = op.inputs
         bins, num_experts = self._grouped_by(ends), self.values[weight].shape[0]
@@ -344,7 +348,7 @@ class _Region:
         self.ops.append(replace(op, target=ROUTED_PRODUCT, args=args, kwargs=()))
         return True
 
-    def _expert_of_rows(self, op: Op, bins: _Bins) -> int:
+    def _expert_of_rows(self, op: Op, bins: Bins) -> int:
         """The expert of each row in its own order; the last bin counts its upper end too."""
         if not bins.has_end:
             return self.ids
@@ -356,7 +360,7 @@ class _Region:
 
     def _summed(self, op: Op) -> bool:
         """Sorted rows added to the rows of their tokens."""
-        if len(op.inputs) != 3 or not _adds_rows(op):
+        if not adds_rows(op):
             return False
         base, index, rows = op.inputs
         token, shape = self.states.get(index), self.values[base].shape
@@ -383,7 +387,7 @@ class _Region:
         if any(self._is_ordered(i) and not yes for i, yes in zip(op.inputs, ordered)):
             return False
         space = space_of(op, self.changed.graph.values)
-        if space is None or not _is_row_wise(space, op, ordered):
+        if space is None or not is_row_wise(space, op, ordered):
             return False
         own = {i: self._own(op, i) for i, yes in zip(op.inputs, ordered) if yes}
 
@@ -441,77 +445,3 @@ def _only(op: Op) -> int:
     (out,) = op.outputs
     assert out is not None
     return out
-
-
-def _ascends(op: Op) -> bool:
-    """Whether an op sorts, the least first."""
-    positional = op.args[2] if len(op.args) > 2 else False
-    is_sort = op.target_name in (*_SORTS, *_ARGSORTS)
-    return is_sort and not dict(op.kwargs).get("descending", positional)
-
-
-def _floor_divisor(op: Op) -> int | None:
-    """The positive whole number by which an op divides its operand, rounding down."""
-    is_floor = (
-        op.target_name == "aten.floor_divide.default"
-        or (
-            op.target_name == "aten.div.Scalar_mode"
-            and dict(op.kwargs).get("rounding_mode") == "floor"
-        )
-        or (
-            op.target_name == "aten.div.Tensor_mode"
-            and dict(op.kwargs).get("rounding_mode") == "floor"
-        )
-    )
-    divisor = op.args[1] if len(op.args) > 1 else None
-    return divisor if is_floor and type(divisor) is int and divisor > 0 else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Bins:
-    """The bins of a histogram, one for each of ``num`` experts; with ``has_end`` the number behind
-    the last expert's counts as his."""
-
-    num: int
-    has_end: bool
-
-
-def _counted_in(op: Op) -> _Bins | None:
-    """The bins in which an op counts the rows of each expert, if it does."""
-    if op.target_name != "aten.histc.default":
-        return None
-    given = dict(zip(("bins", "min", "max"), op.args[1:])) | dict(op.kwargs)
-    bins, last = given.get("bins", 100), given.get("max", 0)
-    is_each = given.get("min", 0) == 0 and last in (bins - 1, bins) and (last > 0 or bins == 1)
-    return _Bins(int(bins), has_end=last == bins) if is_each else None
-
-
-def _adds_rows(op: Op) -> bool:
-    """Whether an op adds rows to those of its first operand that an index names."""
-    if op.target_name == "aten.index_put.default":
-        return len(op.args) == 4 and op.args[3] is True and len(op.args[1]) == 1
-    dims = op.args[1] if len(op.args) > 1 else None
-    adds = op.target_name in ("aten.index_add.default", "aten.scatter_add.default")
-    return adds and dims == 0 and not op.kwargs
-
-
-def _writes_rows(op: Op) -> bool:
-    """Whether an op writes rows in place of those of its first operand that an index names."""
-    if len(op.inputs) != 3:
-        return False
-    if op.target_name == "aten.index_put.default":
-        return len(op.args) == 3 and len(op.args[1]) == 1
-    writes = op.target_name in ("aten.index_copy.default", "aten.scatter.src")
-    return writes and op.args[1] == 0 and not op.kwargs
-
-
-def _is_row_wise(space: Space, op: Op, ordered: Sequence[bool]) -> bool:
-    """Whether the first dimension of the sorted operands, and of the results, is free."""
-    leading = {layout[:1] for layout, yes in zip(space.inputs, ordered) if yes}
-    leading |= {lay[:1] for lay, out in zip(space.outputs, op.outputs) if out is not None}
-    if len(leading) != 1 or not (first := leading.pop()) or len(first[0]) != 1:
-        return False
-    (rows,) = first[0]
-    others = [layout for layout, yes in zip(space.inputs, ordered) if not yes]
-    is_free = rows in space.splittable() and rows not in space.plain | space.sums | space.reduced
-    return is_free and not any(rows in factors for layout in others for factors in layout)

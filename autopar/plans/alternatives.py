@@ -213,7 +213,7 @@ def alternatives_section(plan: PlanFields, num_rows: int) -> Section:
 
 
 def _estimate(plan: PlanFields) -> str:
-    """What estimates leave out, if that is much."""
+    """Why the estimates of memory are far from the count, if they are."""
     counted_bytes = sum(plan.prediction.memory_bytes.values())
     if math.isclose(plan.search.estimated_bytes, counted_bytes, rel_tol=0.25):
         return ""

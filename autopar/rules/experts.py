@@ -43,7 +43,9 @@ def _routed_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str
         return _exchanged(context, x, weight, expert)
     if context.is_padded(EXPERTS):  # the padding is no expert
         expert = torch.where(expert < context.space.sizes[EXPERTS], expert, -1)
-    result: Tensor = context.op.target(x, weight, expert - context.shard_start(expert, EXPERTS))
+    if context.num_shards(EXPERTS) > 1:
+        expert = expert - context.shard_start(expert, EXPERTS)
+    result: Tensor = context.op.target(x, weight, expert)
     return result
 
 
@@ -93,9 +95,11 @@ def _routed_collectives(
         InternalCollective(
             kind="all_to_all",
             axes=axes,
-            size_bytes=packed * (space.sizes[dim] // mesh.size(choice.axes_of(dim))) * itemsize,
+            size_bytes=packed
+            * -(-space.sizes[dim] // mesh.size(choice.axes_of(dim)))
+            * x.dtype.itemsize,
         )
-        for dim, itemsize in (("k", x.dtype.itemsize), ("n", x.dtype.itemsize))
+        for dim in ("k", "n")
     )
     agreed = InternalCollective(kind="all_reduce", axes=axes, size_bytes=8)
     backward = (there, back) if x.differentiable else ()

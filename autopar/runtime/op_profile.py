@@ -69,8 +69,8 @@ class OpProfile:
 
 
 class _Part(NamedTuple):
-    """What some nodes of a block compute: a pass of the op at a place, of its backward pass one
-    gradient; or no op's."""
+    """The part of a block's work that some of its nodes share: one pass of the op at a place, in
+    the backward pass one of its gradients; without a place, work that belongs to no op."""
 
     direction: Pass
     place: int | None
@@ -222,7 +222,7 @@ def _measured(
 
 
 def _parts(kernel: Kernel) -> tuple[tuple[_Part, ...], ...]:
-    """What the nodes of each graph of a kernel compute."""
+    """The part that each node belongs to, for each graph of a kernel."""
     return tuple(
         () if module is None else tuple(_part(node, graph) for node in module.graph.nodes)
         for graph, module in enumerate(timed_graphs(kernel))

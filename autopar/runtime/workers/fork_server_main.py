@@ -21,15 +21,12 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 
-# Torch's optimizers import its compiler at first use, which takes longer than the rest of a
-# worker's start.
-import torch._dynamo  # noqa: F401
-
 # The services that workers build: they are imported once, here.
 import autopar.runtime.measure.collective_times
 import autopar.runtime.measure.op_times
 import autopar.runtime.measure.region_times
 import autopar.runtime.runners.local  # noqa: F401 - as those above
+from autopar.base.torch_private import import_compiler
 from autopar.runtime.workers.fork_server import (
     NUM_FILES,
     NUMBER_BYTES,
@@ -38,6 +35,7 @@ from autopar.runtime.workers.fork_server import (
 )
 from autopar.runtime.workers.main import main
 
+import_compiler()
 _PARENT_POLL_S = 1.0
 
 
