@@ -3,6 +3,9 @@
 # file by file. $PYTHON is the virtual environment's interpreter.
 set -eu
 cd "$(dirname "$0")/.."
+# Each process computes on its own core: a team of threads for every rank's thread would spend most
+# of its time waiting.
+export OMP_NUM_THREADS=1
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy -p autopar

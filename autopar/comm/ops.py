@@ -38,15 +38,23 @@ _UNBOUND = (
 )
 
 
+_LIBRARY = torch.library.Library("autopar", "FRAGMENT")
+
+
 def _raw_op(name: str, fake: Callable[..., Tensor]) -> Any:
-    """Register ``autopar::name``; its schema is read from the fake's annotations."""
+    """Register ``autopar::name``; its schema is read from the fake's annotations.
+
+    Not by ``torch.library.custom_op``, whose support of autograd costs time at every call: a move
+    brings its own derivative.
+    """
 
     def unbound(*args: Any, **kwargs: Any) -> Tensor:
         raise AutoparError(_UNBOUND)
 
     schema = torch.library.infer_schema(fake, mutates_args=())
-    op = torch.library.custom_op(f"autopar::{name}", unbound, mutates_args=(), schema=schema)
-    op.register_fake(fake)
+    _LIBRARY.define(f"{name}{schema}", tags=torch.Tag.pt2_compliant_tag)
+    _LIBRARY.impl(name, unbound, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"autopar::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.autopar, name).default
 
 

@@ -16,7 +16,7 @@ from autopar.ir.fused_lstm import lstm_layer
 
 
 @in_turn()
-def trace_fx(function: Any, operands: Any, cotangents: Any, mode: FakeTensorMode) -> Any:
+def trace_fx(function: Any, mode: FakeTensorMode, *arguments: Any) -> Any:
     """``torch.fx.experimental.proxy_tensor.make_fx`` over fake tensors of ``mode`` (2.11-2.13).
 
     Annotations of ``torch.fx.traceback.annotate`` are kept on the nodes. Where an operator's own
@@ -34,11 +34,11 @@ def trace_fx(function: Any, operands: Any, cotangents: Any, mode: FakeTensorMode
     }
     with mode, preserve_node_meta(), without_generated_code(), without_patched_modules():
         traced = make_fx(function, tracing_mode="real", decomposition_table=instead)
-        module = traced(operands, cotangents)
+        module = traced(*arguments)
         if _writes(module):
             interpreter = torch.fx.Interpreter(module)
             functional = torch.func.functionalize(interpreter.run, remove="mutations")
-            module = make_fx(functional, tracing_mode="real")(operands, cotangents)
+            module = make_fx(functional, tracing_mode="real")(*arguments)
     assert not _writes(module), "a traced graph must be functional"
     return module
 

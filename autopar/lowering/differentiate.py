@@ -38,47 +38,66 @@ def trace_joint(
     # Loops over data (torch.while_loop) count their steps in the shape environment.
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()) as mode:
         operands = [_fake(meta, device) for meta in metas]
-        outputs_meta = _outputs_of(function, operands, differentiable)
-    wanted = tuple(i for i, out in enumerate(outputs_meta) if out.requires_grad and training)
-    sources = [i for i, d in enumerate(differentiable) if d and training and wanted]
+    wanted: list[int] = []
+    sources: list[int] = []
 
-    def joint(primals: list[Tensor], cotangents: list[Tensor]) -> list[Tensor | None]:
-        leaves = [p.detach().requires_grad_() if i in sources else p for i, p in enumerate(primals)]
+    def joint(primals: list[Tensor]) -> list[Tensor | None]:
+        leaves = [
+            x.detach().requires_grad_() if d and training else x
+            for x, d in zip(primals, differentiable)
+        ]
         with torch.enable_grad():
             outputs = function(leaves)
+        wanted[:] = [i for i, out in enumerate(outputs) if out.requires_grad]
+        sources[:] = [i for i, d in enumerate(differentiable) if d and wanted]
         grads: list[Tensor | None] = []
         if sources:
+            read = [outputs[i] for i in wanted]
+            cotangents = [_COTANGENT(out.detach(), i) for i, out in enumerate(read)]
             with closing_marks():
                 grads = list(
                     torch.autograd.grad(
-                        [outputs[i] for i in wanted],
-                        [leaves[i] for i in sources],
-                        cotangents,
-                        allow_unused=True,
+                        read, [leaves[i] for i in sources], cotangents, allow_unused=True
                     )
                 )
         return [*(o.detach() for o in outputs), *grads]
 
-    with mode:
-        tangents = [
-            torch.empty(outputs_meta[i].shape, dtype=outputs_meta[i].dtype, device=device)
-            for i in wanted
-        ]
-    module = trace_fx(joint, operands, tangents, mode)
+    module = trace_fx(joint, mode, operands)
+    _take_cotangents(module, len(operands))
     _clean(module)
-    return Joint(module, len(metas), len(outputs_meta), wanted, tuple(sources), tuple(is_weight))
+    return Joint(module, tuple(wanted), tuple(sources), tuple(is_weight))
+
+
+_LIBRARY = torch.library.Library("autopar", "FRAGMENT")
+_LIBRARY.define("cotangent(Tensor output, int number) -> Tensor")
+
+
+@torch.library.register_fake("autopar::cotangent", lib=_LIBRARY)
+def _(output: Tensor, number: int) -> Tensor:
+    return torch.empty_like(output, memory_format=torch.contiguous_format)
+
+
+_COTANGENT = torch.ops.autopar.cotangent.default
+"""Stands for the gradient of an output, contiguous, while a function is traced."""
 
 
 def _fake(meta: TensorMeta, device: torch.device) -> Tensor:
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
 
 
-def _outputs_of(
-    function: LocalFunction, operands: Sequence[Tensor], differentiable: Sequence[bool]
-) -> tuple[Tensor, ...]:
-    leaves = [x.detach().requires_grad_() if d else x for x, d in zip(operands, differentiable)]
-    with torch.enable_grad():
-        return function(leaves)
+def _take_cotangents(module: fx.GraphModule, num_operands: int) -> None:
+    """Turn the cotangents into arguments, in order, after the operands."""
+    graph = module.graph
+    found = graph.find_nodes(op="call_function", target=_COTANGENT)
+    given = [node for node in graph.nodes if node.op == "placeholder"]
+    assert len(given) == num_operands
+    after = given[-1] if given else graph._root
+    for node in sorted(found, key=lambda node: node.args[1], reverse=True):
+        with graph.inserting_after(after):
+            argument = graph.placeholder(f"cotangent_{node.args[1]}")
+        argument.meta = node.meta
+        node.replace_all_uses_with(argument)
+        graph.erase_node(node)
 
 
 _IDENTITIES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})

@@ -70,29 +70,27 @@ class JointValue:
 
 
 class Joint:
-    """The joint graph of ``num_operands`` operands and ``num_outputs`` outputs.
+    """A graph from operands and cotangents to outputs and the gradients of some operands.
 
-    ``wanted`` are the outputs with a cotangent, ``sources`` the operands with a gradient,
-    ``is_weight`` says which operands are parameters.
+    ``wanted`` are the outputs with a cotangent, ``sources`` the operands with a gradient;
+    ``is_weight`` says of each operand whether it is a parameter.
     """
 
     def __init__(
         self,
         module: fx.GraphModule,
-        num_operands: int,
-        num_outputs: int,
         wanted: tuple[int, ...],
         sources: tuple[int, ...],
         is_weight: tuple[bool, ...],
     ) -> None:
         self.module = module
         placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
-        self.operands = placeholders[:num_operands]
-        self.cotangents = placeholders[num_operands:]
+        self.operands = placeholders[: len(is_weight)]
+        self.cotangents = placeholders[len(is_weight) :]
         self.fixed = [n for i, n in enumerate(self.operands) if i not in sources]
         results = list(next(n for n in module.graph.nodes if n.op == "output").args[0])
-        self.outputs = results[:num_outputs]
-        grads = dict(zip(sources, results[num_outputs:]))
+        self.outputs = results[: len(results) - len(sources)]
+        grads = dict(zip(sources, results[len(self.outputs) :]))
         self.grads = {i: g for i, g in grads.items() if isinstance(g, fx.Node)}
         self.wanted = wanted
         self.input_grads = tuple(i for i in self.grads if not is_weight[i])

@@ -310,7 +310,7 @@ class _SplitCall:
         def joint(primals: list[Tensor], tangents: list[Tensor]) -> list[Tensor]:
             return self._joint(primals, tangents)
 
-        module = trace_fx(joint, fake_operands, fake_cotangents, mode)
+        module = trace_fx(joint, mode, fake_operands, fake_cotangents)
         return LockstepMachine(self.mesh).run(module, [*operands, *cotangents])
 
     def _joint(self, operands: list[Tensor], cotangents: list[Tensor]) -> list[Tensor]:

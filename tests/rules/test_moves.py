@@ -138,7 +138,7 @@ def run_move(
     cotangents = scattered(gradient, gradient_placements(target), mesh)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = [[torch.empty(x[0].shape, dtype=x[0].dtype)] for x in (shards, cotangents)]
-    module = trace_fx(joint, fakes[0], fakes[1], mode)
+    module = trace_fx(joint, mode, *fakes)
     called = [str(n.target).split(".")[1] for n in module.graph.nodes if n.target in COLLECTIVES]
     after, before = LockstepMachine(mesh).run(module, [shards, cotangents])
     return after, before, called

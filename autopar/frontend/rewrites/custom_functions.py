@@ -213,7 +213,7 @@ def _studied(call: FunctionCall, operands: Sequence[Tensor]) -> tuple[torch.Tag,
             with torch.enable_grad():
                 return [*call.apply(primals), *call.gradients(primals, tangents)]
 
-        module = trace_fx(joint, fakes, cotangents, mode)
+        module = trace_fx(joint, mode, fakes, cotangents)
     results = next(n for n in module.graph.nodes if n.op == "output").args[0]
     call.has_gradient = tuple(g is not None for g in results[len(outputs) :])
     targets = [n.target for n in module.graph.nodes if n.op == "call_function"]
