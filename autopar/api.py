@@ -26,6 +26,7 @@ from autopar.frontend.targets import LossFn
 from autopar.fusion.array import LEAVE, Array, check_array, members_of
 from autopar.ir.precision import Precision, check_precision
 from autopar.ir.update import Update, check_update
+from autopar.lowering.program import Traces
 from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram
 from autopar.movement.execution import Movement
@@ -382,6 +383,7 @@ class _Compiler:
         if options.running.array is not None:
             self.space = replace(self.space, num_microbatches=1)  # an array has no others
         self.progress = progress
+        self.traces = Traces()  # of the blocks, where this rank makes the plan
 
     @cpu_by_default()
     def compile(self, inputs: Any, captured: Captured | None = None) -> Compiled:
@@ -485,6 +487,7 @@ class _Compiler:
             may_move=running.array is None, device_type=self.devices[0].type,
             time_limit_s=planning.time_limit_s, progress=say,
         )  # fmt: skip
+        self.traces = planned.traces
         found = with_kernels(
             planned.plan, planned.program, self.options.kernels, default_store_path(),
             limit_s=0.0 if communication is None else self.options.profile_limit_s,
@@ -500,7 +503,7 @@ class _Compiler:
             strategy, chosen.schedule.num_microbatches, pipeline=chosen.schedule.pipeline(),
             device_type=kind, update=chosen.update.update, tile_bytes=chosen.update.tile_bytes,
             in_steps=chosen.offload is None, recomputation=chosen.recomputed,
-            compiled=chosen.compiled,
+            traces=self.traces, compiled=chosen.compiled,
         )  # fmt: skip
         others = OtherCalls(chosen, strategy, program, from_first_rank)
         return Compiled(

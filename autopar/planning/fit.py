@@ -255,8 +255,8 @@ class Fit:
         needed, available = limit.tightest(memory)
         if needed <= available:
             fitted = Fitted(
-                option=option, program=program, memory=memory, baselines=baselines, update=update,
-                movement=option.movement,
+                option=option, program=program, traces=self.lowering.traces_of(option.best),
+                memory=memory, baselines=baselines, update=update, movement=option.movement,
             )  # fmt: skip
             return fitted if option.trial == 0 else self._rival(option, fitted) or fitted
         within = option.estimated_bytes * available / needed
@@ -468,8 +468,9 @@ class Fit:
             memory = fullest(memories)
             if self.setting.limit.fits(memory):
                 return Fitted(
-                    option=other, program=program, memory=memory, baselines=baselines, update=update
-                )
+                    option=other, program=program, traces=self.lowering.traces_of(rival),
+                    memory=memory, baselines=baselines, update=update,
+                )  # fmt: skip
         self.tried.add(num)
         if found is None:
             self._give_up(option)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from autopar.lowering.program import Traces
 from autopar.lowering.types import RankProgram
 from autopar.memory.program import ProgramMemory
 from autopar.planning.baselines import Baselines
@@ -98,10 +99,11 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """A lowered option whose counted memory fits."""
+    """A lowered option whose counted memory fits, with the traces of its strategy's blocks."""
 
     option: Option
     program: RankProgram
+    traces: Traces
     memory: ProgramMemory
     baselines: Baselines
     update: UpdatePlan

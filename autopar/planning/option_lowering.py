@@ -64,7 +64,7 @@ class OptionLowering:
             device_type=self.setting.device_type,
             recomputation=best.recomputation if option.is_decided else NOTHING,
             may_join=may_join,
-            traces=self._traces_of(best),
+            traces=self.traces_of(best),
         )
 
     def count(self, program: RankProgram) -> ProgramMemory:
@@ -79,7 +79,7 @@ class OptionLowering:
             self.smallest = memory
         return memory
 
-    def _traces_of(self, candidate: Candidate) -> Traces:
+    def traces_of(self, candidate: Candidate) -> Traces:
         """The traced blocks of a strategy, kept until another one is lowered."""
         key = (candidate.priced, tuple(candidate.solution.assignment))
         if self._traces is None or self._traces[0] != key:
@@ -96,7 +96,7 @@ class OptionLowering:
         setting.progress(f"choose what {option} recomputes")
         program, memories, _ = self.lower(replace(plain, is_decided=True))
         recomputer = Recomputer(
-            plain.best, program, self._traces_of(plain.best), setting.cluster.device
+            plain.best, program, self.traces_of(plain.best), setting.cluster.device
         )
         if request.is_fixed:
             return self._with(plain, recomputer.fixed(request))

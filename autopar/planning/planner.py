@@ -25,6 +25,7 @@ from autopar.cost_models import (
 from autopar.cost_models.update import OptimizerSpec, adamw
 from autopar.frontend.capture import Captured
 from autopar.ir.update import Update
+from autopar.lowering.program import Traces
 from autopar.lowering.types import RankProgram
 from autopar.passes.prepare import Prepared, prepare
 from autopar.planning.baselines import Baselines
@@ -56,11 +57,12 @@ islands always."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan with its strategy and program."""
+    """A plan with its strategy, its program and the traces of its blocks, to lower it again."""
 
     plan: Plan
     strategy: Strategy
     program: RankProgram
+    traces: Traces
     best: Candidate
 
 
@@ -343,4 +345,6 @@ def _planned(search: Search, fitted: Fitted) -> Planned:
         ),
     )  # fmt: skip
     plan = plan.with_trace(setting.progress.trace(prediction.step_time_s))
-    return Planned(plan=plan, strategy=strategy, program=fitted.program, best=best)
+    return Planned(
+        plan=plan, strategy=strategy, program=fitted.program, traces=fitted.traces, best=best
+    )
