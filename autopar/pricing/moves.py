@@ -97,7 +97,8 @@ class Moves:
         self.num_microbatches = 1 if microbatches is None else microbatches.num
         self.num_joined = _num_joined(graph)
         self._group = slowest_groups(communication, mesh)
-        self._prices: dict[Any, MovePrice] = {}
+        self._prices: dict[Any, dict[tuple[Placements, Placements], MovePrice]] = {}
+        self._moved: dict[Any, dict[Move, MovePrice]] = {}
         self._matrices: dict[Any, Array] = {}
 
     def num_parts(self, value: Value) -> int:
@@ -182,21 +183,37 @@ class Moves:
         parts = self.num_parts(value)
         num_joined = self.num_joined if stored else num_joined
         mixed = value.mixed if stored else None
-        dtypes = value.dtype, mixed
-        key = (value.shape, dtypes, value.differentiable, parts, source, target, num_joined)
-        if key not in self._prices:
-            forward_s, backward_s = self._casts_s(value, mixed, source, target)
-            widened = 1.0 if mixed is None else mixed.reduced.itemsize / value.dtype.itemsize
-            collectives: Estimate | None = None
-            for move in self.routes(source, target, value.shape, self.mesh):
-                found = self._move(value, move, parts, num_joined, widened)
-                forward_s += found.forward_s
-                backward_s += found.backward_s
-                collectives = added(collectives, found.collectives)
-            self._prices[key] = MovePrice(
-                forward_s=forward_s, backward_s=backward_s, collectives=collectives
-            )
-        return self._prices[key]
+        what = (value.shape, value.dtype, mixed, value.differentiable, parts, num_joined)
+        known = self._prices.setdefault(what, {})
+        found = known.get((source, target))
+        if found is None:
+            found = self._price(value, mixed, source, target, parts, num_joined)
+            known[source, target] = found
+        return found
+
+    def _price(
+        self,
+        value: Value,
+        mixed: Mixed | None,
+        source: Placements,
+        target: Placements,
+        parts: int,
+        num_joined: int,
+    ) -> MovePrice:
+        """The sum over the moves; equal moves of values of one type are priced once."""
+        forward_s, backward_s = self._casts_s(value, mixed, source, target)
+        widened = 1.0 if mixed is None else mixed.reduced.itemsize / value.dtype.itemsize
+        kind = (value.dtype, value.differentiable, parts, num_joined, widened)
+        known = self._moved.setdefault(kind, {})
+        collectives: Estimate | None = None
+        for move in self.routes(source, target, value.shape, self.mesh):
+            found = known.get(move)
+            if found is None:
+                found = known[move] = self._move(value, move, parts, num_joined, widened)
+            forward_s += found.forward_s
+            backward_s += found.backward_s
+            collectives = added(collectives, found.collectives)
+        return MovePrice(forward_s=forward_s, backward_s=backward_s, collectives=collectives)
 
     def _casts_s(
         self, value: Value, mixed: Mixed | None, source: Placements, target: Placements
