@@ -67,6 +67,7 @@ __all__ = [
     "overloads_named",
     "pytree",
     "runs_uncompiled",
+    "unrun_graph_module",
     "without_fake_tensor_log",
     "without_generated_code",
     "without_patched_modules",
@@ -122,6 +123,17 @@ def without_generated_code() -> contextlib.AbstractContextManager[None]:
 
     made: contextlib.AbstractContextManager[None] = _use_lazy_graph_module(True)
     return made
+
+
+def unrun_graph_module(root: nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """A graph module whose code is generated when it first runs, not with each change.
+
+    ``torch.fx._lazy_graph_module._make_graph_module`` (2.11 to 2.13).
+    """
+    from torch.fx._lazy_graph_module import _make_graph_module
+
+    with without_generated_code():
+        return _make_graph_module(root, graph)
 
 
 # The logger of torch._subclasses.fake_tensor (2.13): each operator that fails without data writes

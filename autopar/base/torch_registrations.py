@@ -1,7 +1,8 @@
-"""What `torch.export` registers for composite operators in every call, registered once.
+"""Decomposition as `torch.export` does it, with the kernels of composite operators registered once.
 
-In: nothing; a context in which programs are decomposed. Out: the same programs, sooner. Like
-`autopar.base.torch_private` it uses private torch API, with the torch versions that have it.
+In: a context in which programs are decomposed, or a function over fake tensors. Out: the same
+programs, sooner. Like `autopar.base.torch_private` it uses private torch API, with the torch
+versions that have it.
 """
 
 from __future__ import annotations
@@ -9,8 +10,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import torch
+
+from autopar.base.torch_private import FakeTensorMode, without_patched_modules
 
 
 # torch.export.exported_program._override_composite_implicit_decomp, torch._export.utils.
@@ -42,6 +47,46 @@ def without_repeated_registrations() -> Iterator[None]:
     finally:
         exported_program._override_composite_implicit_decomp = override
         utils._materialize_cpp_cia_ops = look_up
+
+
+# torch._subclasses.functional_tensor, torch._dispatch.python, torch.export._trace and
+# exported_program (2.11 to 2.13): the modes in which ExportedProgram.run_decompositions({}) traces.
+def decomposed_trace(
+    function: Callable[[Sequence[torch.Tensor]], Any],
+    operands: Sequence[torch.Tensor],
+    mode: FakeTensorMode,
+) -> torch.fx.Graph | None:
+    """The graph that ``run_decompositions({})`` makes of a function over fake tensors of ``mode``.
+
+    None if the function writes to one of the operands.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+    from torch.export import _trace, exported_program
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    has_written = False
+
+    def noting_writes(given: Sequence[Any]) -> Any:
+        nonlocal has_written
+        results = function(given)
+        is_written = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
+        has_written = any(is_written(x.elem) for x in given)
+        return results
+
+    composites, _ = exported_program._split_decomp_table_to_cia_and_python_decomp({})
+    functional = dispatch_functionalize(noting_writes, FunctionalTensorMode(export=True))
+    with (
+        exported_program._override_composite_implicit_decomp(composites),
+        _trace._ignore_backend_decomps(),
+        _trace._compiling_state_context(),
+        torch.no_grad(),
+        mode,
+        enable_python_dispatcher(),
+        without_patched_modules(),
+    ):
+        traced = make_fx(functional, decomposition_table={})(list(operands))
+    return None if has_written else traced.graph
 
 
 class _Kernels:

@@ -34,11 +34,11 @@ from autopar.base.torch_private import (
     without_fake_tensor_log,
     without_generated_code,
 )
-from autopar.base.torch_registrations import without_repeated_registrations
 from autopar.frontend.assignments import HeldTensors
 from autopar.frontend.autocast import refuse_autocast
 from autopar.frontend.checking.failing import failure_of, first_line
 from autopar.frontend.copies import copy_with
+from autopar.frontend.decomposition import decomposed
 from autopar.frontend.low_precision import call_model, in_single
 from autopar.frontend.overlaps import refuse_overlaps
 from autopar.frontend.reader import DATA_DEPENDENT_FIX, ProgramReader
@@ -272,8 +272,7 @@ def _export(step: Step, args: Any, kwargs: Any) -> Any:
             exported = torch.export.export(step, args, kwargs, strict=False)
         _show_gradients(exported.graph_module)
         isolate_composites(exported.graph_module)
-        with without_repeated_registrations():
-            program = exported.run_decompositions({})
+        program = decomposed(exported)
         isolate_regions(program.graph_module)
         free_counted_dimensions(program.graph_module)
         offsets_as_tensors(program.graph_module)
@@ -290,7 +289,8 @@ def _show_gradients(program: fx.GraphModule) -> None:
             leave_out_disabled_dropout(module)
             show_hidden_writes(module, without)
             detach_what_leaves(module, without)
-            module.recompile()
+            if module is not program:  # whose graph alone is read
+                module.recompile()
 
 
 def _fails_itself(

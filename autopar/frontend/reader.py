@@ -69,6 +69,7 @@ class ProgramReader:
         }
         self.constants: dict[str, Tensor] = {}
         self.by_target: dict[str, int] = {}
+        self.without_data = FakeTensorMode()
 
     def read(self) -> Graph:
         graph_module = self.program.graph_module
@@ -293,7 +294,7 @@ class ProgramReader:
                 return torch.empty(value["shape"], **kind)
             return torch.empty_strided(value["shape"], value["strides"], **kind)
 
-        with FakeTensorMode(), torch.enable_grad():
+        with self.without_data, torch.enable_grad():
             args, kwargs = map_refs((op["args"], op["kwargs"]), fake)
             return op["target"](*_lists(args), **{k: _lists(v) for k, v in kwargs})
 
