@@ -62,12 +62,12 @@ __all__ = [
     "is_composite",
     "is_overload",
     "keyed_leaves",
+    "lazy_graph_module",
     "norm_each",
     "outside_of_tracing",
     "overloads_named",
     "pytree",
     "runs_uncompiled",
-    "unrun_graph_module",
     "without_fake_tensor_log",
     "without_generated_code",
     "without_patched_modules",
@@ -125,7 +125,7 @@ def without_generated_code() -> contextlib.AbstractContextManager[None]:
     return made
 
 
-def unrun_graph_module(root: nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:
+def lazy_graph_module(root: nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:
     """A graph module whose code is generated when it first runs, not with each change.
 
     ``torch.fx._lazy_graph_module._make_graph_module`` (2.11 to 2.13).

@@ -1,11 +1,11 @@
 """Decomposition of exported programs, in which calls that are alike are decomposed once.
 
-In: a program of ``torch.export``. Out: the same program behind ``run_decompositions({})``:
-functional, and without composite operators that return views. That runs the whole program twice.
-Where nothing is written in place, though, each call is decomposed by itself, and what becomes of it
-follows from its operator, its arguments and the layout of its operands. Layers repeat most calls of
-a model, so one call of each kind is traced here, and what it became stands for all others. Calls
-without results, such as assertions on metadata, are left out.
+In: a program of ``torch.export``. Out: the program that ``run_decompositions({})`` makes of it:
+functional, and without composite operators that return views. That method runs the whole program
+twice. Where nothing is written in place, though, each call decomposes by itself, and its
+decomposition follows from its operator, its arguments and the layout of its operands. Layers repeat
+most calls of a model, so one call of each kind is traced here, and its decomposition is inlined for
+all others. Calls without results, such as assertions on metadata, are left out.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch import Tensor, fx
 from autopar.base.torch_private import (
     FakeTensor,
     is_overload,
+    lazy_graph_module,
     pytree,
-    unrun_graph_module,
     written_arguments,
 )
 from autopar.base.torch_registrations import decomposed_trace, without_repeated_registrations
 
 
 class Decomposed(NamedTuple):
-    """The parts of an exported program that its reader needs, behind ``run_decompositions({})``."""
+    """The parts of a decomposed program that its reader needs."""
 
     graph_module: fx.GraphModule
     graph_signature: Any
@@ -38,19 +38,19 @@ class Decomposed(NamedTuple):
 
 
 def decomposed(program: Any) -> Decomposed:
-    """An exported program behind ``run_decompositions({})``."""
+    """The decomposition of an exported program, as ``run_decompositions({})`` makes it."""
     with without_repeated_registrations():
         graph = _by_kinds(program.graph_module.graph)
         if graph is None:
             program = program.run_decompositions({})
             graph = program.graph_module.graph
-    module = unrun_graph_module(program.graph_module, graph)
+    module = lazy_graph_module(program.graph_module, graph)
     return Decomposed(module, program.graph_signature, program.constants)
 
 
 @dataclass(frozen=True, slots=True)
 class _Body:
-    """What a call becomes: placeholders for its operands, further nodes, and its results."""
+    """The decomposition of a call: placeholders for its operands, nodes, and results."""
 
     operands: Sequence[fx.Node]
     nodes: Sequence[fx.Node]
@@ -138,7 +138,7 @@ def _nodes(argument: Any) -> Iterator[fx.Node]:
 
 
 def _kind(call: fx.Node) -> Any:
-    """Equal for two calls that become the same."""
+    """Equal for two calls with the same decomposition."""
     return call.target, _key(call.args), _key(call.kwargs)
 
 
@@ -159,7 +159,7 @@ def _layout(value: Tensor) -> tuple[Any, ...]:
 
 
 def _bodies(calls: Sequence[fx.Node]) -> list[_Body] | None:
-    """What each call becomes; None if one of them writes to its operands."""
+    """The decomposition of each call; None if one of them writes to its operands."""
     operands = [operand for call in calls for operand in _operands(call)]
     if not operands:
         return None
