@@ -78,6 +78,35 @@ def test_after_the_time_limit_the_least_postponed_option_is_tried_too(fit: Any) 
     assert searched == [1.0]
 
 
+def test_an_option_that_is_decided_after_the_time_limit_is_lowered_at_once(
+    fit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It used up one of the few options that are tried then, and was never lowered."""
+    undecided, decided = option_of(2.0, 1.0), option_of(3.0, 1.0)
+    undecided.is_decided, undecided.recomputes = False, True
+    decided.is_decided, decided.recomputes = True, True
+    decided.best = SimpleNamespace(mesh="x=2")
+    decided.movement = None
+    del fit._lowered
+    monkeypatch.setattr("autopar.planning.fit.fullest", lambda memories: memories[0])
+    fit.is_open, fit.deadline_s, fit.max_late = True, -math.inf, 1
+    fit.lowering = SimpleNamespace(
+        decided=lambda option: decided,
+        lower=lambda option: ("program", ["memory"], "update"),
+        traces_of=lambda candidate: "traces",
+    )
+    fit.setting = SimpleNamespace(
+        progress=lambda doing: None,
+        lower_limit_s=0.0,
+        limit=SimpleNamespace(tightest=lambda memory: (1, 2)),
+    )
+    fit._note_time = fit._baselines = lambda option: None
+    fit._fits = lambda option: True
+    fit._rival = lambda option, fitted: None
+    push(fit, undecided)
+    assert fit.best().option is decided
+
+
 def test_a_known_strategy_in_place_of_a_later_option_is_no_slower_than_the_plan(fit: Any) -> None:
     def lowered(option: Any) -> Any:
         return SimpleNamespace(option=option_of(9.0, 1.0) if option.time_s == 1.0 else option)

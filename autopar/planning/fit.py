@@ -242,10 +242,11 @@ class Fit:
 
     def _counted(self, option: Option) -> Fitted | None:
         if option.recomputes and not option.is_decided:
-            decided = self.lowering.decided(option)
-            self._push(decided)
-            self._note_time(decided)
-            return None
+            option = self.lowering.decided(option)
+            self._note_time(option)
+            if time.process_time() <= self.deadline_s:
+                self._push(option)
+                return None
         baselines = self._baselines(option)
         if option.trial == 0:
             option = self._or_rival(option, baselines)
