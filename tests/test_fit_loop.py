@@ -100,11 +100,46 @@ def test_an_option_that_is_decided_after_the_time_limit_is_lowered_at_once(
         lower_limit_s=0.0,
         limit=SimpleNamespace(tightest=lambda memory: (1, 2)),
     )
-    fit._note_time = fit._baselines = lambda option: None
+    fit.known = SimpleNamespace(baselines=lambda option: None)
+    fit._note_time = lambda option: None
     fit._fits = lambda option: True
     fit._rival = lambda option, fitted: None
     push(fit, undecided)
     assert fit.best().option is decided
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_known_strategies_are_priced_for_a_program_that_fits_alone(
+    fit: Any, monkeypatch: pytest.MonkeyPatch, fits: bool
+) -> None:
+    """Where an option is not estimated to fit, they were priced before it was counted."""
+    asked: list[str] = []
+    option = option_of(2.0, 4.0)
+    option.trial, option.recomputes, option.movement = 0, False, None
+    option.best = SimpleNamespace(mesh="x=2")
+    del fit._lowered
+    monkeypatch.setattr("autopar.planning.fit.fullest", lambda memories: memories[0])
+    monkeypatch.setattr("autopar.planning.fit.format_seconds", str)
+    fit.is_open, fit.moves = True, False
+    fit.lowering = SimpleNamespace(
+        lower=lambda option: ("program", ["memory"], "update"),
+        traces_of=lambda candidate: "traces",
+    )
+    fit.setting = SimpleNamespace(
+        progress=lambda doing: asked.append(doing.split(",")[0].split()[0]),
+        budget_bytes=2.0,
+        limit=SimpleNamespace(tightest=lambda memory: (1, 2) if fits else (4, 2)),
+    )
+    fit.known = SimpleNamespace(
+        baselines=lambda option: asked.append("baselines"),
+        fitting=lambda option, found: asked.append("fitting"),
+    )
+    fit._fits = lambda option: False
+    fit._push_smaller = lambda option, program: False
+    fit._smaller = lambda option, target_bytes, is_smaller: None
+    fitted = fit._counted(option)
+    assert (fitted is not None) == fits
+    assert asked == (["lower", "baselines", "fitting"] if fits else ["lower"])
 
 
 def test_a_known_strategy_in_place_of_a_later_option_is_no_slower_than_the_plan(fit: Any) -> None:

@@ -9,7 +9,8 @@ micro-batch, as few as necessary; with a sharding searched within a smaller budg
 ratio of count to estimate; if recomputation is open, with what it must recompute to fit
 (`autopar.planning.recomputation`), priced exactly; and, if tensors may be offloaded, with those
 that must be (`autopar.planning.movement`). The ratio is reused for other options with the same
-schedule. A known strategy replaces an option that is slower than it, or that was not found.
+schedule. A known strategy replaces an option that is slower than it, or that was not found
+(`autopar.planning.rivals`).
 
 In an open space, lowering stops after `Setting.lower_limit_s`. If nothing has fit by
 then, a few of the options with the least memory are still tried. The report lists those not tried.
@@ -26,12 +27,9 @@ from dataclasses import dataclass, replace
 
 from autopar.base.errors import AutoparError, ConstraintError, MovementError
 from autopar.base.units import format_bytes, format_seconds
-from autopar.cost_models.update import OptimizerSpec
-from autopar.ir.placement import local_shape
 from autopar.ir.update import Update
 from autopar.lowering.types import RankProgram
 from autopar.memory.program import fullest
-from autopar.planning.baselines import Baselines, price_baselines
 from autopar.planning.early import may_choose_early
 from autopar.planning.movement import Moved, moved_to_fit
 from autopar.planning.option import NEARLY, Fitted, Option
@@ -42,12 +40,10 @@ from autopar.planning.releases import (
     scattered_to_fit,
     with_scattered,
 )
+from autopar.planning.rivals import KnownStrategies
 from autopar.planning.schedule_search import Search
-from autopar.planning.setting import stored_bytes
-from autopar.planning.sharding_search import cheapest, least_budget, rank, ranked
+from autopar.planning.sharding_search import least_budget, ranked
 from autopar.pricing.candidate import Candidate
-from autopar.pricing.problem import NodeKind
-from autopar.pricing.step_time import time_parts
 
 MAX_NEARLY = 3
 """So many pipelines that are faster than the first option that fits are counted too, if they were
@@ -88,10 +84,9 @@ class Fit:
         self.ratios: dict[tuple[str, bool, bool, bool], float] = {}
         self.numbers = itertools.count()
         self.heap: list[tuple[bool, tuple[object, ...], int, Option]] = []
-        self.known: dict[int, Baselines] = {}
-        self.tried: set[int] = set()
         self.exact: set[str] = set()
         self.lowering = OptionLowering(search)
+        self.known = KnownStrategies(search, self.lowering)
         self.least_moved_bytes: int | None = None
         """The least memory with which a program that was lowered runs if everything moves."""
         self.postponed: list[Postponed] = []
@@ -192,7 +187,7 @@ class Fit:
                 if self.setting.limit.fits(memory):
                     return replace(
                         fitted, option=option, program=program, memory=memory, update=update,
-                        baselines=self._baselines(option), movement=None,
+                        baselines=self.known.baselines(option), movement=None,
                     )  # fmt: skip
         return fitted
 
@@ -247,9 +242,9 @@ class Fit:
             if time.process_time() <= self.deadline_s:
                 self._push(option)
                 return None
-        baselines = self._baselines(option)
-        if option.trial == 0:
-            option = self._or_rival(option, baselines)
+        is_compared = option.trial == 0 and self._fits(option)
+        if is_compared:
+            option = self.known.or_faster(option)
         self.setting.progress(f"lower {option}, on mesh {option.best.mesh}")
         program, memories, update = self.lowering.lower(option)
         limit, memory = self.setting.limit, fullest(memories)
@@ -257,9 +252,10 @@ class Fit:
         if needed <= available:
             fitted = Fitted(
                 option=option, program=program, traces=self.lowering.traces_of(option.best),
-                memory=memory, baselines=baselines, update=update, movement=option.movement,
+                memory=memory, baselines=self.known.baselines(option), update=update,
+                movement=option.movement,
             )  # fmt: skip
-            return fitted if option.trial == 0 else self._rival(option, fitted) or fitted
+            return fitted if is_compared else self._rival(option, fitted) or fitted
         within = option.estimated_bytes * available / needed
         self.ratios[option.estimate_key] = self.setting.budget_bytes / within
         self._refuse(
@@ -418,80 +414,18 @@ class Fit:
         return other.is_settled or self._fits(other)
 
     # --- known strategies -----------------------------------------------------------------------
-    def _baselines(self, option: Option) -> Baselines:
-        """The known strategies, priced; none for a pipeline, as they have no stages."""
-        if option.choice is not None:
-            return Baselines(found={}, missing={})
-        num = option.combination.num_microbatches
-        if num not in self.known:
-            self.setting.progress("price the known strategies")
-            candidates = self.search.unrestricted[1, num]
-            self.known[num] = price_baselines([c.priced for c in candidates], cheapest(candidates))
-        return self.known[num]
-
-    def _or_rival(self, option: Option, baselines: Baselines) -> Option:
-        """The option, or the fastest known strategy if that is faster."""
-        best = min([option.best, *self._rivals(baselines)[:1]], key=rank)
-        if best is option.best:
-            return option
-        return replace(option, best=best, time_s=time_parts(best).step_s)
-
-    def _rivals(self, baselines: Baselines) -> list[Candidate]:
-        """Known strategies that may replace an option.
-
-        They can win if a search ran out of time, or if its memory estimate was too pessimistic.
-        """
-        space = self.search.space
-        is_open = not space.recompute.is_fixed and space.reshard_after_forward is None
-        is_open = is_open and space.reduce_every_microbatch is None
-        is_free = self.setting.is_free and is_open
-        return baselines.executable() if is_free else []
-
     def _rival(self, option: Option, found: Fitted | None) -> Fitted | None:
         """The fastest known strategy that fits, if it is faster than ``found``.
 
         If there is neither, the options that were left out in favour of this one are queued.
         """
-        num = option.combination.num_microbatches
-        baselines = self._baselines(option)
-        for rival in self._rivals(baselines) if num not in self.tried else ():
-            if found is not None and time_parts(rival).step_s >= found.option.time_s:
-                break
-            if _resident_bytes(rival, self.setting.optimizer) > self.setting.limit.tensor_bytes:
-                continue
-            if rival.estimated_bytes() > NEARLY * self.setting.budget_bytes:
-                continue
-            other = replace(
-                option, best=rival, time_s=time_parts(rival).step_s, recomputes=False,
-                is_decided=False, movement=None,
-            )  # fmt: skip
-            program, memories, update = self.lowering.lower(other)
-            memory = fullest(memories)
-            if self.setting.limit.fits(memory):
-                return Fitted(
-                    option=other, program=program, traces=self.lowering.traces_of(rival),
-                    memory=memory, baselines=baselines, update=update,
-                )  # fmt: skip
-        self.tried.add(num)
-        if found is None:
+        rival = self.known.fitting(option, found)
+        if rival is None and found is None:
             self._give_up(option)
-        return None
+        return rival
 
     def _give_up(self, option: Option) -> None:
         """Give up an option: queue those that were left out in its favour."""
         if self.is_open and option.choice is None:
             for other in self.search.with_more_microbatches(option):
                 self._push(other)
-
-
-def _resident_bytes(candidate: Candidate, optimizer: OptimizerSpec) -> int:
-    """Bytes of parameters and optimizer state, a lower bound on the peak of a strategy."""
-    priced, total = candidate.priced, 0
-    graph = priced.pricing.graph
-    assignment = priced.assignment(candidate.solution.assignment)
-    for decision in priced.nodes:
-        if decision.kind == NodeKind.STORED:
-            value = graph.values[decision.index]
-            shape = local_shape(value.shape, assignment.stored[value.index], candidate.mesh)
-            total += stored_bytes(value, shape, optimizer)
-    return total
