@@ -214,11 +214,11 @@ class Solution:
 
     assignment: the choice of every node; empty if none is known. cost: F(assignment) in seconds;
     +inf if none is known. bound: no assignment within the budget costs less than this many seconds.
-    gap: (cost - bound) / |cost|; 0 when OPTIMAL or INFEASIBLE, +inf if nothing is known. method:
-    the solver that found it, or for ``auto`` the sequence of solvers. memory: bytes that each group
-    uses. least_feasible_budget: if INFEASIBLE by memory, the smallest number of bytes per group
-    with a feasible assignment; None otherwise or if not known. message: the reason for the status,
-    in one line.
+    gap: (cost - bound) / |cost|; 0 when OPTIMAL or INFEASIBLE, +inf if nothing is known. time_s:
+    seconds of processor time. method: the solver that found it, or for ``auto`` the sequence of
+    solvers. memory: bytes that each group uses. least_feasible_budget: if INFEASIBLE by memory, the
+    smallest number of bytes per group with a feasible assignment; None otherwise or if not known.
+    message: the reason for the status, in one line.
     """
 
     assignment: tuple[int, ...]

@@ -27,12 +27,13 @@ class OutOfTimeError(Exception):
 class Options:
     """Options of a search.
 
-    time_limit_s: seconds for the whole call; None lets a solver finish its proof. gap: stop once
-    the relative gap is at most this; 0 asks for the optimum. cutoff: stop once no assignment can
-    cost less than this, for example if a better one is already known. table_cap_bytes: total memory
-    of elimination tables. warm_start: an assignment to start from. max_steps: proposals of the
-    Markov chain; None for its default. seed: for solvers that draw random numbers; equal seeds give
-    equal answers. on_incumbent: called with every better ``Solution`` as soon as it is found.
+    time_limit_s: seconds of processor time for the whole call, but HiGHS counts what is left for it
+    in wall time; None lets a solver finish its proof. gap: stop once the relative gap is at most
+    this; 0 asks for the optimum. cutoff: stop once no assignment can cost less than this, for
+    example if a better one is already known. table_cap_bytes: total memory of elimination tables.
+    warm_start: an assignment to start from. max_steps: proposals of the Markov chain; None for its
+    default. seed: for solvers that draw random numbers; equal seeds give equal answers.
+    on_incumbent: called with every better ``Solution`` as soon as it is found.
     """
 
     time_limit_s: float | None = None
@@ -82,7 +83,7 @@ class Progress:
     def __init__(self, problem: Problem, options: Options) -> None:
         self.problem = problem
         self.options = options
-        self.start_s = time.perf_counter()
+        self.start_s = time.process_time()
         self.limit_s = math.inf if options.time_limit_s is None else options.time_limit_s
         self.assignment: tuple[int, ...] = ()
         self.cost = math.inf
@@ -94,8 +95,8 @@ class Progress:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the call started."""
-        return time.perf_counter() - self.start_s
+        """Seconds of processor time since the call started."""
+        return time.process_time() - self.start_s
 
     @property
     def remaining_s(self) -> float:

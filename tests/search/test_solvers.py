@@ -104,7 +104,7 @@ class Clock:
     def __init__(self, step_s):
         self.now_s, self.step_s = 0.0, step_s
 
-    def perf_counter(self):
+    def process_time(self):
         self.now_s += self.step_s
         return self.now_s
 
