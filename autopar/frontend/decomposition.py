@@ -2,31 +2,33 @@
 
 In: a program of ``torch.export``. Out: the program that ``run_decompositions({})`` makes of it:
 functional, and without composite operators that return views. That method runs the whole program
-twice. Where nothing is written in place, though, each call decomposes by itself, and its
-decomposition follows from its operator, its arguments and the layout of its operands. Layers repeat
-most calls of a model, so one call of each kind is traced here, and its decomposition is inlined for
-all others. Calls without results, such as assertions on metadata, are left out.
+twice. Each call, though, decomposes by itself or with the others of its group
+(`autopar.frontend.call_groups`), which write in place to what the group itself makes. The
+decomposition follows from the operators, their arguments and the layout of the operands. Layers
+repeat most groups of a model, so one of each kind is traced here, and its decomposition is inlined
+for all others. Calls without results, such as assertions on metadata, are left out.
 """
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.fx.traceback import annotate, preserve_node_meta
 
 from autopar.base.torch_private import (
     FakeTensor,
     is_overload,
     lazy_graph_module,
     pytree,
-    written_arguments,
 )
 from autopar.base.torch_registrations import decomposed_trace, without_repeated_registrations
+from autopar.frontend.call_groups import Group, call_groups, is_call, nodes_in, operands
 
 
 class Decomposed(NamedTuple):
@@ -50,54 +52,68 @@ def decomposed(program: Any) -> Decomposed:
 
 @dataclass(frozen=True, slots=True)
 class _Body:
-    """The decomposition of a call: placeholders for its operands, nodes, and results."""
+    """The decomposition of a group: placeholders for its operands, nodes, and its calls' results.
+
+    ``places``: for each node the place in the group of the call that it is part of.
+    """
 
     operands: Sequence[fx.Node]
     nodes: Sequence[fx.Node]
-    results: Any
+    places: Sequence[int]
+    results: Sequence[Any]
 
-    def inlined(self, call: fx.Node, operands: Sequence[Any], graph: fx.Graph) -> Any:
-        """The results of this body at the end of ``graph``, in place of ``call``."""
-        new: dict[fx.Node, Any] = dict(zip(self.operands, operands, strict=True))
-        meta = {k: v for k, v in call.meta.items() if k != "tensor_meta"}
-        for node in self.nodes:
+    def inlined(self, group: Group, given: Sequence[Any], graph: fx.Graph) -> Sequence[Any]:
+        """The results of this body at the end of ``graph``, in place of ``group``."""
+        new: dict[fx.Node, Any] = dict(zip(self.operands, given, strict=True))
+        metas = [{k: v for k, v in call.meta.items() if k != "tensor_meta"} for call in group]
+        for node, place in zip(self.nodes, self.places, strict=True):
             args, kwargs = fx.map_arg((node.args, node.kwargs), new.__getitem__)
             made = graph.create_node(
                 node.op, node.target, args, kwargs, name=re.sub(r"_\d+$", "", node.name)
             )
-            made.meta = {**meta, "val": node.meta["val"]}
+            made.meta = {**metas[place], "val": node.meta["val"]}
             new[node] = made
         return fx.map_arg(self.results, new.__getitem__)
 
 
 def _by_kinds(graph: fx.Graph) -> fx.Graph | None:
-    """The decomposed graph; None where a call may not be decomposed by itself."""
+    """The decomposed graph; None where calls may not be decomposed group by group."""
     if not all(map(_is_plain, graph.nodes)):
         return None
-    kinds = {node: _kind(node) for node in graph.nodes if _is_call(node)}
-    firsts = {kind: node for node, kind in reversed(kinds.items())}
+    groups = call_groups(graph, lambda call: _kind((call,)))
+    if groups is None:
+        return None
+    kinds = {group: _kind(group) for group in groups}
+    firsts = {kind: group for group, kind in reversed(kinds.items())}
     bodies = _bodies(list(firsts.values()))
     if bodies is None:
         return None
     body_of = dict(zip(firsts, bodies, strict=True))
+    group_of = {call: group for group in groups for call in group}
     made, new = fx.Graph(), dict[fx.Node, Any]()
     for node in graph.nodes:
-        if node in kinds:
-            operands = [new[operand] for operand in _operands(node)]
-            new[node] = body_of[kinds[node]].inlined(node, operands, made)
-            if not _alike(node.meta["val"], fx.map_arg(new[node], lambda n: n.meta["val"])):
+        group = group_of.get(node, ())
+        if group and node is group[-1]:
+            given = [new[operand] for operand in operands(group)]
+            new |= zip(group, body_of[kinds[group]].inlined(group, given, made), strict=True)
+            if not all(_alike(call.meta["val"], _value(new[call])) for call in _read(group)):
                 return None
-        elif node.target is operator.getitem:
+        elif not group and node.target is operator.getitem:
             new[node] = new[node.args[0]][node.args[1]]
-        else:
+        elif not group:
             new[node] = made.node_copy(node, new.__getitem__)
             new[node].name = node.name
     made.eliminate_dead_code()
     return made
 
 
-def _is_call(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is not operator.getitem
+def _read(group: Group) -> list[fx.Node]:
+    """The calls of a group whose results are read outside, or the only one."""
+    return [call for call in group if len(group) == 1 or not call.users.keys() <= set(group)]
+
+
+def _value(results: Any) -> Any:
+    return fx.map_arg(results, lambda node: node.meta["val"])
 
 
 def _is_plain(node: fx.Node) -> bool:
@@ -106,11 +122,11 @@ def _is_plain(node: fx.Node) -> bool:
         return True
     if not all(map(_is_plain_value, pytree.tree_leaves(node.meta.get("val")))):
         return False
-    if not _is_call(node):
+    if not is_call(node):
         return node.op == "placeholder" or node.target is operator.getitem
-    if not is_overload(node.target) or any(written_arguments(node.target, node.args, node.kwargs)):
+    if not is_overload(node.target):
         return False
-    return all(isinstance(operand.meta.get("val"), Tensor) for operand in _operands(node))
+    return all(isinstance(operand.meta.get("val"), Tensor) for operand in operands([node]))
 
 
 def _is_plain_value(value: Any) -> bool:
@@ -122,35 +138,25 @@ def _is_plain_value(value: Any) -> bool:
     return all(type(n) is int for n in value.shape) and not (value.is_conj() or value.is_neg())
 
 
-def _operands(call: fx.Node) -> list[fx.Node]:
-    """The tensors among the arguments of a call, once for each time that they are given."""
-    return list(_nodes((call.args, call.kwargs)))
+def _kind(group: Group) -> Any:
+    """Equal for two groups with the same decomposition."""
+    places = {call: place for place, call in enumerate(group)}
+    return tuple(
+        (call.target, _key(call.args, places), _key(call.kwargs, places)) for call in group
+    )
 
 
-def _nodes(argument: Any) -> Iterator[fx.Node]:
-    if isinstance(argument, fx.Node):
-        yield argument
-    elif isinstance(argument, list | tuple):
-        for part in argument:
-            yield from _nodes(part)
-    elif isinstance(argument, dict):
-        yield from _nodes(tuple(argument.values()))
-
-
-def _kind(call: fx.Node) -> Any:
-    """Equal for two calls with the same decomposition."""
-    return call.target, _key(call.args), _key(call.kwargs)
-
-
-def _key(argument: Any) -> Any:
+def _key(argument: Any, places: Mapping[fx.Node, int]) -> Any:
+    if argument in places:
+        return places[argument]
     if isinstance(argument, fx.Node):
         value = argument.meta["val"]
         needs_grad = argument.op == "placeholder" and value.requires_grad
         return (*_layout(value), value.device, needs_grad)
     if isinstance(argument, list | tuple):
-        return tuple(map(_key, argument))
+        return tuple(_key(part, places) for part in argument)
     if isinstance(argument, dict):
-        return tuple((name, _key(value)) for name, value in argument.items())
+        return tuple((name, _key(value, places)) for name, value in argument.items())
     return type(argument), repr(argument)
 
 
@@ -158,40 +164,59 @@ def _layout(value: Tensor) -> tuple[Any, ...]:
     return value.dtype, tuple(value.shape), value.stride(), value.storage_offset()
 
 
-def _bodies(calls: Sequence[fx.Node]) -> list[_Body] | None:
-    """The decomposition of each call; None if one of them writes to its operands."""
-    operands = [operand for call in calls for operand in _operands(call)]
-    if not operands:
+def _bodies(groups: Sequence[Group]) -> list[_Body] | None:
+    """The decomposition of each group; None if one of them writes to its operands."""
+    sources = [operand for group in groups for operand in operands(group)]
+    if not sources:
         return None
-    values = [_again(node) for node in operands]
-
     specs: list[Any] = []
 
     def run(given: Sequence[Tensor]) -> list[Any]:
-        rest, results = iter(given), []
-        for call in calls:
-            target: Any = call.target
-            args, kwargs = fx.map_arg((call.args, call.kwargs), lambda _: next(rest))
-            leaves, spec = pytree.tree_flatten(target(*args, **kwargs))
-            results += leaves
+        rest, leaves = iter(given), []
+        for group in groups:
+            results = _run(group, rest)
+            own, spec = pytree.tree_flatten([results[call] for call in _read(group)])
+            leaves += own
             specs.append(spec)
-        return results
+        return leaves
 
-    traced = decomposed_trace(run, values, operands[0].meta["val"].fake_mode)
+    values = [_again(node) for node in sources]
+    with preserve_node_meta():
+        traced = decomposed_trace(run, values, sources[0].meta["val"].fake_mode)
     if traced is None:
         return None
     order = {node: position for position, node in enumerate(traced.nodes)}
     placeholders = iter([node for node in traced.nodes if node.op == "placeholder"])
     output = next(node for node in reversed(traced.nodes) if node.op == "output")
     leaves, bodies = iter(output.args[0]), []
-    for call, spec in zip(calls, specs, strict=True):
-        own = [next(placeholders) for _ in _operands(call)]
-        results = [next(leaves) for _ in range(spec.num_leaves)]
-        nodes = {node for node in _before(results) if node.op != "placeholder"}
-        bodies.append(
-            _Body(own, sorted(nodes, key=order.__getitem__), pytree.tree_unflatten(results, spec))
-        )
+    for group, spec in zip(groups, specs, strict=True):
+        own = [next(placeholders) for _ in operands(group)]
+        read = pytree.tree_unflatten([next(leaves) for _ in range(spec.num_leaves)], spec)
+        nodes = [node for node in _before(read) if node.op != "placeholder"]
+        nodes.sort(key=order.__getitem__)
+        # What a view of a written tensor becomes where it is returned is part of the last call.
+        places = [node.meta.get("custom", {}).get(_PLACE, len(group) - 1) for node in nodes]
+        results = dict.fromkeys(group) | dict(zip(_read(group), read, strict=True))
+        bodies.append(_Body(own, nodes, places, list(results.values())))
     return bodies
+
+
+_PLACE = "place_in_group"
+
+
+def _run(group: Group, given: Iterator[Any]) -> dict[fx.Node, Any]:
+    """The results of the calls of a group, whose nodes say which call they are part of."""
+    results: dict[fx.Node, Any] = {}
+
+    def value(node: fx.Node) -> Any:
+        return results[node] if node in results else next(given)
+
+    for place, call in enumerate(group):
+        target: Any = call.target
+        args, kwargs = fx.map_arg((call.args, call.kwargs), value)
+        with annotate({_PLACE: place}):
+            results[call] = target(*args, **kwargs)
+    return results
 
 
 def _again(operand: fx.Node) -> Tensor:
@@ -203,7 +228,7 @@ def _again(operand: fx.Node) -> Tensor:
 def _before(results: Any) -> set[fx.Node]:
     """The nodes that results are computed from, and themselves."""
     found: set[fx.Node] = set()
-    stack = list(_nodes(results))
+    stack = list(nodes_in(results))
     while stack:
         node = stack.pop()
         if node not in found:

@@ -1,0 +1,144 @@
+"""Groups of calls of an exported program that are decomposed together.
+
+In: the graph of an exported program, in which calls may write in place. Out: groups of calls, each
+of which writes to none of the tensors that come from outside. A call is a group by itself unless
+the storage of its result is written to later: then the group is everything from there to the last
+write that reads the storage, or depends on what does. What is left outside needs the group's
+results only after the last write, so a group may take the place of its last call.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.base.torch_private import pytree, written_arguments
+
+Group = tuple[fx.Node, ...]
+"""Calls in the order of the graph."""
+
+
+def is_call(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is not operator.getitem
+
+
+def operands(calls: Sequence[fx.Node]) -> list[fx.Node]:
+    """The tensors that calls take from elsewhere, once for each time that they are given."""
+    own = set(calls)
+    return [
+        node for call in calls for node in nodes_in((call.args, call.kwargs)) if node not in own
+    ]
+
+
+def nodes_in(argument: Any) -> Iterator[fx.Node]:
+    """The nodes in an argument of a call, in order."""
+    if isinstance(argument, fx.Node):
+        yield argument
+    elif isinstance(argument, list | tuple):
+        for part in argument:
+            yield from nodes_in(part)
+    elif isinstance(argument, dict):
+        yield from nodes_in(tuple(argument.values()))
+
+
+def call_groups(graph: fx.Graph, kind_of: Callable[[fx.Node], Any]) -> list[Group] | None:
+    """The groups of a graph; None if an input, a parameter or a constant is written to.
+
+    Calls of one kind (``kind_of``) return the storages of the same operands.
+    """
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    joined: list[set[fx.Node]] = []
+    places = {node: place for place, node in enumerate(nodes)}
+    if any(map(_written, nodes)):
+        returned, used = _storages(graph, kind_of)
+        last_writes: dict[fx.Node, fx.Node] = {}
+        for node in nodes:
+            for written in _written(node):
+                last_writes |= dict.fromkeys(returned[written], node)
+        if not all(map(places.__contains__, last_writes)):
+            return None
+        joined = _closed(
+            [
+                {node for node in nodes[places[made] : places[last] + 1] if made in used[node]}
+                for made, last in last_writes.items()
+            ],
+            nodes,
+        )
+    alone = set(filter(is_call, nodes)).difference(*joined)
+    groups = [tuple(sorted(group, key=places.__getitem__)) for group in joined]
+    return groups + [(node,) for node in nodes if node in alone]
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    if not is_call(node):
+        return []
+    return list(nodes_in(list(written_arguments(node.target, node.args, node.kwargs))))
+
+
+def _storages(
+    graph: fx.Graph, kind_of: Callable[[fx.Node], Any]
+) -> tuple[dict[fx.Node, set[fx.Node]], dict[fx.Node, set[fx.Node]]]:
+    """For each node the makers of the storages that it returns, and of all that it uses at all."""
+    returned: dict[fx.Node, set[fx.Node]] = {}
+    used: dict[fx.Node, set[fx.Node]] = {}
+    shared: dict[Any, list[bool]] = {}
+    for node in graph.nodes:
+        returned[node] = {node}
+        sources = operands([node])
+        used[node] = {node}.union(*(returned[source] for source in sources))
+        if node.target is operator.getitem:
+            returned[node] = returned[sources[0]]
+        elif node.op == "call_function":
+            kind = kind_of(node)
+            if kind not in shared:
+                shared[kind] = _shares(node)
+            returned[node].update(
+                *(returned[source] for source, is_shared in zip(sources, shared[kind]) if is_shared)
+            )
+    return returned, used
+
+
+def _shares(call: fx.Node) -> list[bool]:
+    """For each operand of a call, whether a result has its storage."""
+    values = [operand.meta["val"] for operand in operands([call])]
+    if not values:
+        return []
+    target: Any = call.target
+    with values[0].fake_mode, torch.no_grad():
+        given = [
+            torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            for value in values
+        ]
+        rest = iter(given)
+        args, kwargs = fx.map_arg((call.args, call.kwargs), lambda _: next(rest))
+        results = pytree.tree_leaves(target(*args, **kwargs))
+    made = {_storage(result) for result in results if isinstance(result, Tensor)}
+    return [_storage(tensor) in made for tensor in given]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _closed(groups: Sequence[set[fx.Node]], nodes: Sequence[fx.Node]) -> list[set[fx.Node]]:
+    """Disjoint groups of the given ones, with whatever between their first and their last node
+    depends on them."""
+    places = {node: place for place, node in enumerate(nodes)}
+    found: list[set[fx.Node]] = []
+    waiting = list(groups)
+    while waiting:
+        group = waiting.pop()
+        others = [other for other in found if not other.isdisjoint(group)]
+        found = [other for other in found if other not in others]
+        size = len(group)
+        group = group.union(*others)
+        first, last = min(map(places.__getitem__, group)), max(map(places.__getitem__, group))
+        for node in nodes[first:last]:
+            if not group.isdisjoint(node.all_input_nodes):
+                group.add(node)
+        (waiting if len(group) > size else found).append(group)
+    return found
