@@ -192,8 +192,10 @@ class Links:
                 )
 
     def link(self, source: int, target: int) -> Link:
-        default = Link(latency_s=self.latency_s, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s)
-        return self.between.get((source, target), default)
+        found = self.between.get((source, target))
+        if found is not None:
+            return found
+        return Link(latency_s=self.latency_s, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s)
 
     def boundary_bytes(self, num_stages: int) -> list[float]:
         """Bytes across the boundary after each stage; the entry of the last stage is unused."""

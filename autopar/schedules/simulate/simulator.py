@@ -9,6 +9,7 @@ reduction starts on all replicas at once. While both compute streams of a device
 slows them down.
 """
 
+import functools
 import heapq
 from math import inf
 
@@ -71,6 +72,7 @@ class _Run:
         if links is not None:
             links.check_devices(shape.num_devices)
         self.boundary = links.boundary_bytes(shape.num_stages) if links else []
+        self.message = functools.cache(self._message)
         self.co_run = co_run or CoRun()
         self.co_run.check_stages(shape.num_stages)
         self.intervals: list[Interval] = []
@@ -100,18 +102,22 @@ class _Run:
         """Seconds for which an explicit send occupies its link; a receive only waits."""
         if self.links is None or action.kind not in SEND_KINDS:
             return 0.0
-        return self._message(action, device, self._peer_device(action))[0]
+        return self._message_of(action, device, self._peer_device(action))[0]
 
     def _peer_device(self, action: Action) -> int:
         stage = action.stage + (1 if action.kind is Kind.SEND_F else -1)
         return self.graph.schedule.shape.placement[action.replica][stage]
 
-    def _message(self, action: Action, source: int, target: int) -> tuple[float, float]:
+    def _message_of(self, action: Action, source: int, target: int) -> tuple[float, float]:
         """(seconds on the link, latency) of the value that the action produces or sends."""
+        forward = action.kind is Kind.F or action.kind is Kind.SEND_F
+        boundary = action.stage if forward else action.stage - 1
+        return self.message(boundary, action.span, source, target)
+
+    def _message(self, boundary: int, span: int, source: int, target: int) -> tuple[float, float]:
+        """(seconds on the link, latency) of a value that crosses the boundary after a stage."""
         assert self.links is not None
-        link = self.links.link(source, target)
-        forward = action.kind in (Kind.F, Kind.SEND_F)
-        size = self.boundary[action.stage if forward else action.stage - 1] * action.span
+        link, size = self.links.link(source, target), self.boundary[boundary] * span
         occupied = 0.0 if link.bandwidth_bytes_per_s == inf else size / link.bandwidth_bytes_per_s
         return occupied, link.latency_s
 
@@ -238,7 +244,7 @@ class _Run:
     def _send(self, node: int, iteration: int, target: int, reached: int, time: float) -> None:
         """Send the node's value over the link to the target device."""
         action, source = self.graph.steps[node].action, self.graph.device[node]
-        occupied, latency = self._message(action, source, target)
+        occupied, latency = self._message_of(action, source, target)
         if action.kind in SEND_KINDS:
             self.arrival = time + latency
         else:

@@ -46,7 +46,7 @@ def with_reductions(
     }
     turn = _turns(simulate(schedule, durations, links))
     timeline = simulate(_placed(schedule, copies, turn), durations, links)
-    compute = [_compute(timeline, device) for device in range(shape.num_devices)]
+    compute = _compute(timeline)
     hidden: dict[StageCopy, float] = {}
     for item in timeline.intervals:
         if item.action.kind is Kind.G:
@@ -61,12 +61,13 @@ def with_reductions(
     return _placed(schedule, eager, turn)
 
 
-def _compute(timeline: Timeline, device: int) -> list[tuple[float, float]]:
-    return [
-        (item.start_s, item.end_s)
-        for item in timeline.of_device(device)
-        if item.resource in (Resource.MAIN, Resource.SIDE)
-    ]
+def _compute(timeline: Timeline) -> list[list[tuple[float, float]]]:
+    """The start and the end of each device's compute actions."""
+    found: list[list[tuple[float, float]]] = [[] for _ in range(timeline.shape.num_devices)]
+    for item in timeline.intervals:
+        if item.resource is Resource.MAIN or item.resource is Resource.SIDE:
+            found[item.device].append((item.start_s, item.end_s))
+    return found
 
 
 def _hidden_share(item: Interval, compute: list[tuple[float, float]]) -> float:
