@@ -9,14 +9,18 @@ from typing import Any
 
 import pytest
 
-from autopar.base.errors import PlanError
+from autopar.base.errors import ConstraintError, PlanError
+from autopar.planning.deadline import NEVER, Deadline
 from autopar.planning.fit import MAX_LATE, Fit
+
+OVER = Deadline(-math.inf, 0.0)
 
 
 def option_of(time_s: float, estimated_bytes: float) -> Any:
     return SimpleNamespace(
-        time_s=time_s, estimated_bytes=estimated_bytes, estimate_key="", is_settled=True, trial=1
-    )
+        time_s=time_s, estimated_bytes=estimated_bytes, estimate_key="", is_settled=True, trial=1,
+        is_decided=False,
+    )  # fmt: skip
 
 
 def push(fit: Any, option: Any, *, fits: bool = True) -> None:
@@ -28,7 +32,7 @@ def fit() -> Any:
     """A loop over options that all fit once they are lowered."""
     found: Any = object.__new__(Fit)
     found.heap, found.postponed, found.ratios, found.numbers = [], [], {}, iter(range(99))
-    found.cutoff_s = found.deadline_s = math.inf
+    found.cutoff_s, found.deadline = math.inf, NEVER
     found.num_late, found.max_late = 0, MAX_LATE
     found._lowered = lambda option: SimpleNamespace(option=option)
     found._or_nearly_too_large = lambda fitted: fitted
@@ -39,7 +43,7 @@ def fit() -> Any:
 def test_a_time_limit_amid_a_postponed_search_brings_no_slower_plan(fit: Any) -> None:
     def searched(postponed: Any, found: Any) -> None:
         push(fit, option_of(1.0, 2.0))
-        fit.deadline_s = -math.inf
+        fit.deadline = OVER
 
     fit._searched, fit.postponed = searched, ["postponed"]
     push(fit, option_of(2.0, 2.0))
@@ -72,10 +76,29 @@ def test_after_the_time_limit_the_least_postponed_option_is_tried_too(fit: Any) 
         searched.append(postponed.option.estimated_bytes)
         push(fit, option_of(3.0, 1.0))
 
-    fit._searched, fit.deadline_s, fit.num_late = search, -math.inf, MAX_LATE
+    fit._searched, fit.deadline, fit.num_late = search, OVER, MAX_LATE
     fit.postponed = [SimpleNamespace(option=option_of(1.0, size)) for size in (3.0, 1.0, 2.0)]
     assert fit.best().option.time_s == 3.0
     assert searched == [1.0]
+
+
+def test_after_the_time_limit_what_is_decided_comes_before_what_is_small(fit: Any) -> None:
+    fit.deadline = OVER
+    for time_s, estimated_bytes, is_decided in ((2.0, 1.0, False), (4.0, 9.0, True)):
+        option = option_of(time_s, estimated_bytes)
+        option.is_decided = is_decided
+        push(fit, option)
+    assert fit.best().option.time_s == 4.0
+
+
+def test_a_loop_with_a_deadline_begins_nothing_after_it_until_it_is_resumed(fit: Any) -> None:
+    fit.deadline, fit.max_late = OVER, 0
+    fit.failure = lambda: ConstraintError("nothing fits")
+    push(fit, option_of(2.0, 2.0))
+    with pytest.raises(ConstraintError):
+        fit.best()
+    fit.resume()
+    assert fit.best().option.time_s == 2.0
 
 
 def test_an_option_that_is_decided_after_the_time_limit_is_lowered_at_once(
@@ -89,7 +112,7 @@ def test_an_option_that_is_decided_after_the_time_limit_is_lowered_at_once(
     decided.movement = None
     del fit._lowered
     monkeypatch.setattr("autopar.planning.fit.fullest", lambda memories: memories[0])
-    fit.is_open, fit.deadline_s, fit.max_late = True, -math.inf, 1
+    fit.is_open, fit.deadline, fit.max_late = True, OVER, 1
     fit.lowering = SimpleNamespace(
         decided=lambda option: decided,
         lower=lambda option: ("program", ["memory"], "update"),
@@ -97,7 +120,6 @@ def test_an_option_that_is_decided_after_the_time_limit_is_lowered_at_once(
     )
     fit.setting = SimpleNamespace(
         progress=lambda doing: None,
-        lower_limit_s=0.0,
         limit=SimpleNamespace(tightest=lambda memory: (1, 2)),
     )
     fit.known = SimpleNamespace(baselines=lambda option: None)

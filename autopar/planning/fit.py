@@ -12,17 +12,18 @@ that must be (`autopar.planning.movement`). The ratio is reused for other option
 schedule. A known strategy replaces an option that is slower than it, or that was not found
 (`autopar.planning.rivals`).
 
-In an open space, lowering stops after `Setting.lower_limit_s`. If nothing has fit by
-then, a few of the options with the least memory are still tried. The report lists those not tried.
+In an open space, lowering stops after `Setting.lower_limit_s`. If nothing has fit by then, a few
+options are still tried: those whose recomputation is decided, then those with the least memory. The
+report lists those not tried.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import heapq
 import itertools
 import math
-import time
 from dataclasses import dataclass, replace
 
 from autopar.base.errors import AutoparError, ConstraintError, MovementError
@@ -30,6 +31,7 @@ from autopar.base.units import format_bytes, format_seconds
 from autopar.ir.update import Update
 from autopar.lowering.types import RankProgram
 from autopar.memory.program import fullest
+from autopar.planning.deadline import NEVER, Deadline, deadline_in
 from autopar.planning.early import may_choose_early
 from autopar.planning.movement import Moved, moved_to_fit
 from autopar.planning.option import NEARLY, Fitted, Option
@@ -71,10 +73,18 @@ class Postponed:
 class Fit:
     """Lowers the options of a search until one fits; with ``moves``, tensors may be offloaded.
 
-    Options that take ``cutoff_s`` or longer are of no use.
+    Options that take ``cutoff_s`` or longer are of no use. After an own ``deadline`` nothing is
+    tried until `resume`.
     """
 
-    def __init__(self, search: Search, *, moves: bool, cutoff_s: float = math.inf) -> None:
+    def __init__(
+        self,
+        search: Search,
+        *,
+        moves: bool,
+        cutoff_s: float = math.inf,
+        deadline: Deadline | None = None,
+    ) -> None:
         self.search = search
         self.moves = moves
         self.cutoff_s = cutoff_s
@@ -92,10 +102,13 @@ class Fit:
         self.postponed: list[Postponed] = []
         for option in search.options:
             self._push(option)
-        self.deadline_s = time.process_time() + (
-            self.setting.lower_limit_s if self.is_open else math.inf
-        )
-        self.num_late, self.max_late = 0, MAX_LATE
+        limit = deadline_in(self.setting.lower_limit_s) if self.is_open else NEVER
+        self.deadline = limit if deadline is None else deadline
+        self.num_late, self.max_late = 0, MAX_LATE if deadline is None else 0
+
+    def resume(self) -> None:
+        """Lift the deadline that the loop was made with."""
+        self.deadline, self.max_late = NEVER, MAX_LATE
 
     def best(self) -> Fitted:
         """The fastest option that fits; raises ConstraintError if none does."""
@@ -115,9 +128,11 @@ class Fit:
 
     def _has_more(self, found: Fitted | None) -> bool:
         """Whether there is more to try; after the time limit only if nothing is ``found``."""
-        is_late = time.process_time() > self.deadline_s
+        is_late = self.deadline.is_over
         if found is not None:
             return not is_late and bool(self.postponed or (self.heap and not self.heap[0][0]))
+        if is_late and not self.max_late:
+            return False
         if is_late and self.postponed and not self.heap:
             self._keep_last_postponed()
         return bool(self.postponed or self.heap)
@@ -132,7 +147,7 @@ class Fit:
     def _next(self, found: Fitted | None) -> Fitted | None:
         """Try what comes next: postponed searches once something is found, or nothing is left that
         may fit, after the time limit nothing at all."""
-        is_late = time.process_time() > self.deadline_s
+        is_late = self.deadline.is_over
         may_fit = bool(self.heap) and (is_late or not self.heap[0][0])
         if self.postponed and (found is not None or not may_fit):
             return self._searched(self.postponed.pop(0), found)
@@ -141,15 +156,15 @@ class Fit:
 
     def _tried(self, option: Option) -> Fitted | None:
         """Lower an option, or search it within less memory; None if it does not fit."""
-        if time.process_time() > self.deadline_s:
+        if self.deadline.is_over and self.max_late:
             if self.num_late == self.max_late:
                 self._refuse(
                     option,
-                    f"not lowered: the time limit of {self.setting.lower_limit_s:.0f} s was "
-                    "used up by other combinations",
+                    f"not lowered: the time limit of {self.deadline.limit_s:.0f} s was used up by "
+                    "other combinations",
                 )
                 return None
-            option = self._most_frugal(option)
+            option = self._most_promising(option)
         known = self.ratios.get(option.estimate_key)
         is_worth_lowering = option.is_settled or option.recomputes or self._fits(option)
         if known is not None and not is_worth_lowering and option.trial < self.max_trials:
@@ -179,7 +194,7 @@ class Fit:
             key=lambda option: option.time_s,
         )
         for option in faster[:MAX_NEARLY] if self.is_open else ():
-            if time.process_time() > self.deadline_s:
+            if self.deadline.is_over:
                 break
             with contextlib.suppress(AutoparError):  # it cannot be lowered
                 program, memories, update = self.lowering.lower(option)
@@ -191,11 +206,18 @@ class Fit:
                     )  # fmt: skip
         return fitted
 
-    def _most_frugal(self, option: Option) -> Option:
-        """The remaining option with the least estimated memory, tried after the time limit."""
+    def _most_promising(self, option: Option) -> Option:
+        """The remaining option that is tried next after the time limit: the fastest of those whose
+        recomputation is decided, as their memory was counted, or else that with the least memory.
+        """
         if not self.num_late:
             options = [option, *(entry[-1] for entry in self.heap)]
-            options.sort(key=lambda each: (each.estimated_bytes, each.time_s))
+            options.sort(
+                key=lambda each: (
+                    not each.is_decided, 0.0 if each.is_decided else each.estimated_bytes,
+                    each.time_s,
+                )
+            )  # fmt: skip
             self.heap = [(False, (n,), n, each) for n, each in enumerate(options)]
             *_, option = heapq.heappop(self.heap)
         self.num_late += 1
@@ -239,7 +261,7 @@ class Fit:
         if option.recomputes and not option.is_decided:
             option = self.lowering.decided(option)
             self._note_time(option)
-            if time.process_time() <= self.deadline_s:
+            if not self.deadline.is_over:
                 self._push(option)
                 return None
         is_compared = option.trial == 0 and self._fits(option)
@@ -271,7 +293,8 @@ class Fit:
     def _push_smaller(self, option: Option, program: RankProgram) -> bool:
         """Queue the option with gathered parameters released, and with gradients scattered, if it
         then fits; with both only if neither alone fits. Whether it is queued."""
-        may_release, may_scatter = self.search.may_release(option), self.search.may_scatter(option)
+        leaner = self.search.leaner
+        may_release, may_scatter = leaner.may_release(option), leaner.may_scatter(option)
         if not (may_release or may_scatter) or option.trial >= self.max_trials:
             return False
         self.setting.progress("count the memory with less kept from pass to pass")
@@ -342,7 +365,7 @@ class Fit:
         less are searched too. Returns a known strategy that fits if there is no such sharding.
         """
         may_fit = False
-        if option.trial == 0 and self.search.may_recompute(option):
+        if option.trial == 0 and self.search.leaner.may_recompute(option):
             may_fit = self._push_recomputed(option)
         if option.trial >= self.max_trials:
             return self._rival(option, None)
@@ -361,20 +384,21 @@ class Fit:
             cutoff_s = MOST_OVERLAP * search.most_work_s(self.cutoff_s, ranks)
         self.setting.progress(f"search within {format_bytes(target_bytes)}")
         is_smaller = postponed.is_smaller
-        for form in search.smaller_forms(option):
+        within = functools.partial(search.within, deadline=self.deadline)
+        for form in search.leaner.of(option):
             if not is_smaller:
-                smaller = search.within(option, target_bytes, cutoff_s, **form)
+                smaller = within(option, target_bytes, cutoff_s, **form)
                 is_smaller = any(each.is_found for each in smaller)
                 if is_smaller:
                     self._push_staged(option, smaller, trial)
-        shardings = search.within(option, target_bytes, cutoff_s)
+        shardings = within(option, target_bytes, cutoff_s)
         is_found = any(each.is_found for each in shardings)
         if not is_found and (is_smaller or found is not None):
             return None
         if not is_found:
             least_bytes = least_budget(shardings)
             if math.isfinite(least_bytes):  # the sharding with the least memory
-                shardings, trial = search.within(option, least_bytes), self.max_trials
+                shardings, trial = within(option, least_bytes), self.max_trials
         if not any(each.is_found for each in shardings):
             self._refuse(
                 option,
@@ -390,9 +414,7 @@ class Fit:
         Whether one is estimated to fit.
         """
         best = option.best
-        smaller = [
-            self.search.with_form(best, **form) for form in self.search.smaller_forms(option)
-        ]
+        smaller = [self.search.with_form(best, **form) for form in self.search.leaner.of(option)]
         smaller = [each for each in smaller if each.estimated_bytes() < best.estimated_bytes()]
         recomputing = replace(option, recomputes=True)
         pushed = [self._push_staged(recomputing, (each,), 1) for each in (best, *smaller)]

@@ -122,7 +122,7 @@ def needed_bytes(
 def with_form(
     candidate: Candidate, *, released: bool = False, scattered: bool = False
 ) -> Candidate:
-    """A candidate in a form of `Search.smaller_forms`."""
+    """A candidate in a form of `autopar.planning.leaner`."""
     every = candidate.priced.parameters()
     return replace(
         candidate,

@@ -4,7 +4,8 @@ In: a captured model, a cluster, and a `Space`. Out: a plan with its strategy an
 are searched and simulated (`autopar.planning.schedule_search`), then lowered, fastest first, until
 one fits (`autopar.planning.fit`). Unless the user fixes them, the search is made again over
 micro-batches where the whole batch at once does not fit, or only at a loss of time, and on several
-nodes over pipelines too where communication is exposed.
+nodes over pipelines too where communication is exposed. A whole batch that is not estimated to fit
+as it is has a third of the time limit, and more only where nothing else fits.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from autopar.lowering.types import RankProgram
 from autopar.passes.prepare import Prepared, prepare
 from autopar.planning.baselines import Baselines
 from autopar.planning.constraints import Constraint, narrow
+from autopar.planning.deadline import Deadline
 from autopar.planning.fit import Fit
 from autopar.planning.option import Fitted
 from autopar.planning.peers import price_peers
@@ -174,20 +176,24 @@ def _fitted(search: Search) -> tuple[Search, Fitted]:
     fits: list[Fit] = []
     found: list[tuple[Search, Fitted]] = []
 
-    def attempt(search: Search, *, moves: bool) -> None:
-        fits.append(Fit(search, moves=moves, cutoff_s=_fastest_s(found)))
+    def attempt(search: Search, *, moves: bool, deadline: Deadline | None = None) -> None:
+        fits.append(Fit(search, moves=moves, cutoff_s=_fastest_s(found), deadline=deadline))
         found.extend(_tried(fits[-1]))
 
     is_last = space.leaves_microbatches and not search.may_fit(search.options[0])
     if not is_last:
-        attempt(search, moves=bool(space.offload))
+        is_tight = space.leaves_microbatches and not search.fits(search.options[0])
+        attempt(search, moves=bool(space.offload), deadline=search.deadline if is_tight else None)
     opened = search if space.is_open else _opened(search, found)
     if opened is not None and opened is not search:
         attempt(opened, moves=bool(space.offload))
     if opened is not None and (space.is_open or opened.space.has_pipelines):
         found += _without_pipeline(opened, found, skips_whole=not space.is_open)
     if is_last and search.options[0].time_s < _fastest_s(found):
-        attempt(search, moves=bool(space.offload))
+        attempt(search, moves=bool(space.offload), deadline=setting.end if found else None)
+    if not found and not is_last and not fits[0].is_open:
+        fits[0].resume()
+        found += _tried(fits[0])
     if not found and setting.moves_at_last:
         setting.progress("nothing fits: search what moves to the host")
         attempt(search, moves=True)
@@ -232,6 +238,8 @@ def _without_pipeline(
     """
     setting, space = search.setting, search.space
     time_s = _fastest_s(found)
+    if found and setting.end.is_over:
+        return []
     faster = [
         each.combination
         for each in sorted(search.options, key=lambda option: option.time_s)
@@ -247,8 +255,9 @@ def _without_pipeline(
     setting.progress(f"search without a pipeline, {num} micro-batches")
     point = replace(space, is_open=False, num_microbatches=num)
     try:
-        alone = Search(replace(setting, space=point)).run()
-        fitted = Fit(alone, moves=bool(space.offload), cutoff_s=time_s).best()
+        alone = Search(replace(setting, space=point), time_s).run()
+        deadline = setting.end if found else None
+        fitted = Fit(alone, moves=bool(space.offload), cutoff_s=time_s, deadline=deadline).best()
     except AutoparError:
         return []
     search.unrestricted.setdefault((1, num), alone.unrestricted[1, num])
@@ -280,7 +289,7 @@ def _opened(search: Search, found: Sequence[tuple[Search, Fitted]]) -> Search | 
         return None
     setting.progress(f"search micro-batches{' and pipelines' * pipes}")
     try:
-        several = Search(setting.opened(opened), _fastest_s(found)).run()
+        several = Search(setting.opened(opened), _fastest_s(found), search.unrestricted[1, 1]).run()
     except ConstraintError:
         return None
     several.unrestricted.setdefault((1, 1), search.unrestricted[1, 1])  # it need not try that again

@@ -14,24 +14,24 @@ others. A space that is not open has one option, over all its meshes.
   (`autopar.planning.refinement`).
 
 The search stops after `Setting.search_limit_s`, but not before it has an option or a plan to beat.
+A combination that takes long has fewer schedules simulated, so that others have their turn.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.base.errors import AutoparError
 from autopar.base.units import format_bytes, format_seconds
 from autopar.ir.mesh import Mesh
-from autopar.ir.recomputation import BlockRecomputation, Recomputation
 from autopar.planning.combinations import Combination, Combinations
+from autopar.planning.deadline import NEVER, Deadline, deadline_in
+from autopar.planning.leaner import LeanerForm, LeanerForms
 from autopar.planning.option import NEARLY, Option, dominating, needed_bytes, with_form
 from autopar.planning.pipelines import is_extra, pipelines, without_pipeline
-from autopar.planning.recompute_request import Request
 from autopar.planning.refinement import refined, worth_refining
 from autopar.planning.setting import Setting
 from autopar.planning.sharding_search import (
@@ -54,7 +54,7 @@ from autopar.planning.staging import (
 )
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.problem import WHOLE, PricedGraph, Residence, price_graph
-from autopar.pricing.recompute_estimate import droppable, recomputed_to_fit
+from autopar.pricing.recompute_estimate import all_recomputed, droppable, recomputed_to_fit
 from autopar.pricing.step_time import time_parts
 from autopar.schedules import Durations, Links, PipelineShape
 from autopar.schedules.generators.forms import Form
@@ -70,17 +70,21 @@ LEAST_GAIN = 1e-6
 class Search:
     """Searches and prices all options; see the module's docstring.
 
-    ``best_s``: the step of a plan that is known, which an open space has to beat.
+    ``best_s``: the step of a plan that is known, which an open space has to beat. ``whole`` are the
+    candidates for the whole batch at once, if they were searched before.
     """
 
-    def __init__(self, setting: Setting, best_s: float = math.inf) -> None:
+    def __init__(
+        self, setting: Setting, best_s: float = math.inf, whole: Sequence[Candidate] = ()
+    ) -> None:
         self.setting = setting
         self.space = setting.space
         self.built = functools.cache(Form.build)
         self.costs: dict[tuple[Candidate, Placement], tuple[Durations, Links]] = {}
         self.options: list[Option] = []
         self.unrestricted: dict[tuple[int, int], list[Candidate]] = {}
-        self.best_s, self.has_plan = best_s, math.isfinite(best_s)
+        self.best_s, self.has_plan, self.whole = best_s, math.isfinite(best_s), whole
+        self.leaner = LeanerForms(setting.space)
         self.droppable = functools.cache(droppable)
         self.with_form = functools.cache(with_form)
         self.crossings: dict[tuple[PricedGraph, Solution], list[int]] = {}
@@ -90,7 +94,9 @@ class Search:
         self.reasons: dict[str, str] = {}
         self.bound_s = 0.0
         """A lower bound on the step time of every option of an open space."""
-        self.deadline_s = time.process_time() + setting.search_limit_s
+        self.deadline = deadline_in(setting.search_limit_s)
+        self.turn = self.deadline
+        """The share of the combination that is searched."""
 
     def run(self) -> Search:
         """Find all options; raises ConstraintError if the space has none."""
@@ -104,17 +110,36 @@ class Search:
         order = sorted(self.combinations.all(), key=lambda each: (guess_s(each), str(each)))
         self.bound_s = min(map(self._bound_s, order), default=0.0)
         self.setting.progress.bounded(self.bound_s)
+        done = set() if self.has_plan else self._fewest_microbatches(order)
         for combination in order:
-            self._consider(combination)
+            if combination not in done:
+                self._consider(combination)
         if self.space.schedule is None:
             self._refine()
         return self
 
+    def _fewest_microbatches(self, order: Sequence[Combination]) -> set[Combination]:
+        """Search the fewest micro-batches without a pipeline that are estimated to fit, on the mesh
+        where the whole batch is fastest, in half the time at most: an option to beat, as guesses
+        know nothing of strategies. Returns what was searched."""
+        done, deadline = set[Combination](), deadline_in(self.deadline.limit_s / 2)
+        if not self.whole:
+            return done
+        mesh = cheapest(self.whole).mesh
+        alone = [each for each in order if each.num_devices == 1 and each.mesh == mesh]
+        for combination in sorted(alone, key=lambda each: each.num_microbatches):
+            if any(map(self.fits, self.options)) or deadline.is_over:
+                break
+            if combination.num_microbatches > 1:
+                self._consider(combination)
+                done.add(combination)
+        return done
+
     def _refine(self) -> None:
         """Add options with better orders of the fastest pipelines, and note what is proved."""
-        deadline_s = time.process_time() + self.setting.refine_limit_s
+        deadline = deadline_in(self.setting.refine_limit_s)
         for option in worth_refining([each for each in self.options if self.fits(each)]):
-            if time.process_time() > deadline_s:
+            if deadline.is_over:
                 break
             assert option.staged is not None
             assert option.choice is not None
@@ -145,7 +170,9 @@ class Search:
         num_devices, num = self.space.point()
         cut = self.setting.prepared.cut(num)
         meshes = self.space.meshes(self.setting.cluster)
-        candidates = tuple(search_meshes(self.setting, cut, meshes))
+        has_others = self.space.leaves_microbatches or self.has_plan
+        deadline = self.deadline if has_others else NEVER
+        candidates = tuple(search_meshes(self.setting, cut, meshes, deadline))
         self.unrestricted[num_devices, num] = list(candidates)
         least_s = min(candidate.solution.bound for candidate in candidates)
         if num_devices > 1 and self.setting.cluster.islands:
@@ -223,7 +250,7 @@ class Search:
         If the user fixes what is recomputed, as if each block ran its forward pass again.
         """
         if self.space.recompute.is_fixed:
-            return _all_recomputed(candidate), None
+            return all_recomputed(candidate), None
         excess = candidate.estimated_bytes(residence) - self.setting.budget_bytes
         recomputation, saved = recomputed_to_fit(self.droppable(candidate), excess, residence)
         return candidate.recomputing(recomputation), saved
@@ -236,10 +263,12 @@ class Search:
         *,
         released: bool | None = None,
         scattered: bool | None = None,
+        deadline: Deadline = NEVER,
     ) -> tuple[Candidate, ...]:
         """Search the shardings of an option again within ``target_bytes`` of estimated memory.
 
-        A search ends without a result if the total work of the pipeline ranks exceeds ``cutoff_s``.
+        A search ends without a result if the total work of the pipeline ranks exceeds ``cutoff_s``;
+        meshes are left out after the ``deadline``.
         ``released``: gathered parameters are released after each pass, ``scattered``: gradients are
         reduce-scattered in every micro-batch; by default as in the option.
         """
@@ -248,18 +277,19 @@ class Search:
                 self.setting, option.origin, target_bytes, option.residence, cutoff_s,
                 released=bool(option.best.released) if released is None else released,
                 scattered=bool(option.best.scattered) if scattered is None else scattered,
+                deadline=deadline,
             )
         )  # fmt: skip
 
     def may_fit(self, option: Option) -> bool:
         """Whether some candidate of an option is estimated to fit, at least if it keeps as little
         from pass to pass, and recomputes as much, as the space allows."""
-        forms: list[dict[str, bool]] = [{}, *self.smaller_forms(option)]
+        forms: list[LeanerForm] = [{}, *self.leaner.of(option)]
         for candidate in option.origin:
             for form in forms if candidate.is_found else ():
                 leaner = self.with_form(candidate, **form)
                 needed = leaner.estimated_bytes(option.residence)
-                if self.may_recompute(option):
+                if self.leaner.may_recompute(option):
                     needed -= self._recomputed(leaner, option.held)[1] or 0.0
                 if needed <= NEARLY * self.setting.budget_bytes:
                     return True
@@ -298,9 +328,8 @@ class Search:
         bound_s = self._bound_s(combination)
         if bound_s >= self.best_s:
             return f"takes at least {format_seconds(bound_s)}, even without communication"
-        if (self.options or self.has_plan) and time.process_time() > self.deadline_s:
-            limit_s = self.setting.search_limit_s
-            return f"not tried: the search reached its time limit of {limit_s:.3g} s"
+        if (self.options or self.has_plan) and self.deadline.is_over:
+            return f"not tried: the search reached its time limit of {self.deadline.limit_s:.3g} s"
         return None
 
     def _bound_s(self, combination: Combination) -> float:
@@ -310,6 +339,7 @@ class Search:
         """Search the sharding, then simulate every schedule."""
         setting, num = self.setting, combination.num_microbatches
         setting.progress(f"search {combination}, on mesh {combination.mesh}")
+        self.turn = deadline_in(setting.combination_limit_s)
         try:
             cut = setting.prepared.cut(num)
         except AutoparError as error:
@@ -334,12 +364,16 @@ class Search:
         always = self.space.recompute.is_fixed
         num_known = len(self.options)
         options = self._options(combination, found, recompute=always)
-        leaner = [other for option in options for other in self._leaner(option)]
+        leaner = list[Option]()
+        for option in options:
+            if not (leaner and self.turn.is_over):
+                leaner += self._leaner(option)
         if options and not any(map(self.fits, options)):
             tight = [min(options, key=lambda option: option.time_s)]
             if leaner and not any(map(self.fits, leaner)):
                 tight.append(min(leaner, key=lambda option: option.time_s))
-            self._within_memory(combination, tight)
+            if not (self.turn.is_over and any(map(self.fits, leaner))):
+                self._within_memory(combination, tight)
         if options and len(self.options) == num_known and not self.has_plan:
             least = min([*options, *leaner], key=lambda option: option.needed_bytes)
             self._noted(least, least.origin, recomputes=least.recomputes)
@@ -351,13 +385,13 @@ class Search:
         if self.fits(option) or option.time_s >= self.best_s:
             return found
         origins = [option.origin]
-        for form in self.smaller_forms(option):
+        for form in self.leaner.of(option):
             origin = tuple(self.with_form(each, **form) for each in option.origin)
             other = self._noted(option, origin, option.time_s, recomputes=option.recomputes)
             if other.best.estimated_bytes(other.held) < option.best.estimated_bytes(option.held):
                 found.append(other)
                 origins.append(origin)
-        if self.may_recompute(option):
+        if self.leaner.may_recompute(option):
             found += [
                 self._noted(option, origin, option.time_s, recomputes=True) for origin in origins
             ]
@@ -380,14 +414,15 @@ class Search:
     def _within_memory(self, combination: Combination, tight: Sequence[Option]) -> None:
         """Search again within the memory, if the result may still be the fastest."""
         for option in tight:
-            if option.time_s >= self.best_s or time.process_time() > self.deadline_s:
+            if option.time_s >= self.best_s or self.deadline.is_over:
                 continue
             cutoff_s = self.most_work_s(self.best_s, combination.num_devices)
             within = functools.partial(
-                self.within, option, MARGIN * self.setting.budget_bytes, cutoff_s
-            )
+                self.within, option, MARGIN * self.setting.budget_bytes, cutoff_s,
+                deadline=self.deadline,
+            )  # fmt: skip
             found = within()
-            for smaller in self.smaller_forms(option):
+            for smaller in self.leaner.of(option):
                 if not any(each.is_found for each in found):
                     found = within(**smaller)
             if any(each.is_found for each in found):
@@ -399,32 +434,6 @@ class Search:
         if self.setting.cluster.islands:
             return math.inf
         return step_s / self.setting.num_passes * num_ranks
-
-    def may_recompute(self, option: Option) -> bool:
-        """Whether an option may also be tried with recomputation."""
-        return self.space.recompute.request is Request.SEARCH and not option.recomputes
-
-    @property
-    def _has_leaner(self) -> bool:
-        """Whether there is a leaner form of every pipeline that keeps all."""
-        space = self.space
-        return space.recompute.request is Request.SEARCH or space.reshard_after_forward is None
-
-    def may_release(self, option: Option) -> bool:
-        """Whether the gathered parameters of an option may also be released after each pass."""
-        return self.space.reshard_after_forward is None and not option.best.released
-
-    def may_scatter(self, option: Option) -> bool:
-        """Whether gradients of an option may also be reduce-scattered in every micro-batch."""
-        is_asked = self.space.reduce_every_microbatch is None and not option.best.scattered
-        return is_asked and option.choice is None and option.combination.num_microbatches > 1
-
-    def smaller_forms(self, option: Option) -> list[dict[str, bool]]:
-        """The forms of an option that do more in every pass and hold less, largest first."""
-        forms = [{"released": True}] if self.may_release(option) else []
-        if self.may_scatter(option):
-            forms += [{"scattered": True}, *({**form, "scattered": True} for form in forms)]
-        return forms
 
     def _options(
         self, combination: Combination, candidates: tuple[Candidate, ...], *, recompute: bool
@@ -442,6 +451,11 @@ class Search:
             why = without_pipeline(combination, self.space, self.combinations.num_blocks)
             self.reasons.setdefault(str(combination), why)
         for form in wanted:
+            if found and self.turn.is_over:
+                limit_s = self.turn.limit_s
+                why = f"not simulated: the combination reached its time limit of {limit_s:.3g} s"
+                self.reasons.setdefault(form.text, why)
+                continue
             option = self._simulated(combination, candidates, form, recompute)
             if option is not None:
                 self._note_time(option)
@@ -469,7 +483,7 @@ class Search:
         try:
             durations, links = self._stage_costs(candidates[0], form)
             bound_s = self.setting.num_passes * lower_bound_s(self._shape(form), durations)
-            is_late = bound_s >= self.best_s or time.process_time() > self.deadline_s
+            is_late = bound_s >= self.best_s or self.deadline.is_over
             if is_extra(form, self.space) and is_late:
                 self.reasons.setdefault(form.text, f"takes at least {format_seconds(bound_s)}")
                 return None
@@ -480,7 +494,7 @@ class Search:
             found = [
                 self.option(
                     combination, candidates, each, recomputes=recompute,
-                    bound_s=bound_s if self._has_leaner else None,
+                    bound_s=bound_s if self.leaner.has_all else None,
                 )
                 for each in choices
             ]  # fmt: skip
@@ -528,15 +542,3 @@ class Search:
                 f"{format_bytes(option.needed_bytes)} of "
                 f"{format_bytes(self.setting.budget_bytes)}",
             )
-
-
-def _all_recomputed(candidate: Candidate) -> Candidate:
-    """A candidate as if each block ran its forward pass again, without communication."""
-    blocks = {
-        name: BlockRecomputation(
-            kept=(), kept_bytes=0, default_bytes=0,
-            time_s=max(times.forward_s - times.forward_communication_s, 0.0),
-        )
-        for name, times in candidate.times.blocks.items()
-    }  # fmt: skip
-    return candidate.recomputing(Recomputation(blocks=blocks))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -19,6 +20,7 @@ from autopar.ir.update import Update
 from autopar.memory.program import ProgramMemory
 from autopar.passes.prepare import Cut, Prepared
 from autopar.planning.constraints import Constraint, MemoryBudget
+from autopar.planning.deadline import Deadline
 from autopar.planning.search_log import SearchLog
 from autopar.planning.space import Space
 from autopar.pricing.moves import Routes
@@ -29,9 +31,11 @@ POINT_BUDGET_LIMIT_S, OPEN_BUDGET_LIMIT_S = 10.0, 3.0
 
 TIME_LIMIT_S, NUM_DEVICES_IN_LIMIT = 60.0, 4096
 """The default time limit of a search in an open space, for up to so many devices."""
-SEARCH_SHARE, REFINE_SHARE = 1 / 3, 1 / 12
+SEARCH_SHARE, REFINE_SHARE, LEAST_LOWER_SHARE = 1 / 3, 1 / 12, 1 / 4
 """The share of the time limit for finding options, and that for better orders of the fastest
-pipelines; the rest is for lowering them."""
+pipelines; the rest is for lowering them, at least the last share."""
+COMBINATION_SHARE = 1 / 12
+"""The share of the time limit after which a combination's other schedules are not simulated."""
 
 Progress = Callable[[str], None]
 Measure = Callable[[Space], ComputeModel]
@@ -83,9 +87,9 @@ class Setting:
     ``may_update_early``. Likewise tensors move to the host unless the space says otherwise, where
     nothing else fits an accelerator and the run ``may_move`` them. ``measure`` gives the prices of
     ops in a space that the planner opens; without it they are those of ``compute``.
-    ``time_limit_s``: seconds of processor time of each search in an open space, which other load on
-    the machine does not affect; None for `TIME_LIMIT_S`, in proportion longer for more than
-    `NUM_DEVICES_IN_LIMIT` devices.
+    ``time_limit_s``: seconds of processor time, from ``begun_s`` on, for a search in an open space,
+    which other load on the machine does not affect; None for `TIME_LIMIT_S`, in proportion longer
+    for more than `NUM_DEVICES_IN_LIMIT` devices.
     """
 
     prepared: Prepared
@@ -103,6 +107,7 @@ class Setting:
     measure: Measure | None = None
     time_limit_s: float | None = None
     routes: Routes = field(default_factory=lambda: cache(redistribute))
+    begun_s: float = field(default_factory=time.process_time)
 
     def pricing(self, cut: Cut, mesh: Mesh) -> Pricing:
         """The prices of a cut of the model on one mesh."""
@@ -132,8 +137,20 @@ class Setting:
         return REFINE_SHARE * self._limit_s
 
     @property
+    def combination_limit_s(self) -> float:
+        return COMBINATION_SHARE * self._limit_s
+
+    @property
     def lower_limit_s(self) -> float:
-        return (1 - SEARCH_SHARE - REFINE_SHARE) * self._limit_s
+        """The time for lowering options from now on: what is left, up to a share, but never less
+        than another."""
+        most_s = (1 - SEARCH_SHARE - REFINE_SHARE) * self._limit_s
+        return max(LEAST_LOWER_SHARE * self._limit_s, min(self.end.left_s, most_s))
+
+    @property
+    def end(self) -> Deadline:
+        """When the time limit is reached."""
+        return Deadline(self.begun_s + self._limit_s, self._limit_s)
 
     @property
     def moves_at_last(self) -> bool:

@@ -9,9 +9,11 @@ import math
 from collections.abc import Iterator, Sequence
 
 from autopar.base.errors import ConstraintError
+from autopar.cost_models import Cluster
 from autopar.ir.mesh import Mesh
 from autopar.passes.prepare import Cut
 from autopar.planning.constraints import Constraint, narrow
+from autopar.planning.deadline import NEVER, Deadline
 from autopar.planning.setting import Setting
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.problem import WHOLE, PricedGraph, Residence, price_graph
@@ -22,10 +24,17 @@ SEARCH_LIMIT_S = 60.0
 BUDGET_GAP = 5e-3
 
 
-def search_meshes(setting: Setting, cut: Cut, meshes: Sequence[Mesh]) -> list[Candidate]:
-    """The best strategies on each mesh without a memory limit; raises ConstraintError if none."""
-    found = []
-    for mesh in meshes:
+def search_meshes(
+    setting: Setting, cut: Cut, meshes: Sequence[Mesh], deadline: Deadline = NEVER
+) -> list[Candidate]:
+    """The best strategies on each mesh without a memory limit; raises ConstraintError if none.
+
+    After the ``deadline`` meshes are left out, first those whose last axis is least like a node.
+    """
+    found: list[Candidate] = []
+    for mesh in sorted(meshes, key=lambda mesh: _unlike_a_node(setting.cluster, mesh)):
+        if found and deadline.is_over:
+            break
         setting.progress(f"search on mesh {mesh}")
         priced = price_graph(setting.pricing(cut, mesh))
         for exposed in setting.exposures:
@@ -39,7 +48,15 @@ def search_meshes(setting: Setting, cut: Cut, meshes: Sequence[Mesh]) -> list[Ca
             found.append(candidate)
             if _is_an_option(setting, candidate):
                 setting.progress.found(time_parts(candidate).step_s)
-    return found
+    return sorted(found, key=lambda candidate: meshes.index(candidate.mesh))
+
+
+def _unlike_a_node(cluster: Cluster, mesh: Mesh) -> float:
+    """How far the last of several axes is from the devices of a node, in powers of two."""
+    if mesh.num_axes == 1:
+        return 0.0
+    in_node = cluster.num_devices / max(cluster.num_nodes, 1)
+    return abs(math.log2(mesh.axis_sizes[-1] / in_node))
 
 
 def _is_an_option(setting: Setting, candidate: Candidate) -> bool:
@@ -90,12 +107,13 @@ def search_within(
     *,
     released: bool = False,
     scattered: bool = False,
+    deadline: Deadline = NEVER,
 ) -> list[Candidate]:
     """Search the meshes of ``candidates`` again under a budget, the most promising first.
 
     A search is cut off at ``cutoff_s`` and at the cost found on an earlier mesh. Each mesh is
     searched with the exposed fraction that was better without the budget. A result may have no
-    strategy.
+    strategy. After the ``deadline`` the other meshes are left out.
     """
     found: list[Candidate] = []
     cutoffs_s = {candidate.exposed: cutoff_s for candidate in candidates}
@@ -103,6 +121,8 @@ def search_within(
     for candidate in sorted(candidates, key=rank):
         better.setdefault(candidate.priced, candidate.exposed)
     for priced, exposed in better.items():
+        if found and deadline.is_over:
+            break
         problem = priced.problem(
             narrow(priced, setting.constraints), budget_bytes, exposed, residence,
             released=released, scattered=scattered,

@@ -114,3 +114,15 @@ def _all(candidate: Candidate) -> Iterator[Droppable]:
 def _agrees(supplied: Placements, needed: Placements) -> bool:
     """Whether a value reaches its reader without communication."""
     return all(given in (want, R) for given, want in zip(supplied, needed))
+
+
+def all_recomputed(candidate: Candidate) -> Candidate:
+    """A candidate as if each block ran its forward pass again, without communication."""
+    blocks = {
+        name: BlockRecomputation(
+            kept=(), kept_bytes=0, default_bytes=0,
+            time_s=max(times.forward_s - times.forward_communication_s, 0.0),
+        )
+        for name, times in candidate.times.blocks.items()
+    }  # fmt: skip
+    return candidate.recomputing(Recomputation(blocks=blocks))

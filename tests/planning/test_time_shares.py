@@ -1,0 +1,143 @@
+"""The shares of the time limit: what is left out once one is used up, and what comes first."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autopar import Cluster, MemoryBudget
+from autopar.frontend.capture import capture
+from autopar.planning.combinations import Combinations
+from autopar.planning.deadline import Deadline
+from autopar.planning.planner import make_planned, make_setting
+from autopar.planning.recompute_request import Recompute, Request
+from autopar.planning.schedule_search import Search
+from autopar.planning.setting import Setting
+from autopar.planning.sharding_search import search_meshes, search_within
+from autopar.planning.space import Space
+from tests.models.zoo import build
+
+OVER = Deadline(-math.inf, 0.0)
+NODES = Cluster.preset("v100", nodes=4, devices_per_node=4)
+
+
+class Deep(nn.Module):
+    """Layers whose activations take most of the memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean()
+
+
+def setting_of(space: Space, **options: Any) -> Setting:
+    with torch.device("meta"):
+        captured = capture(Deep(), (torch.empty(64, 1024, 256),))
+    return make_setting(captured, NODES, space, **options)
+
+
+def test_meshes_without_time_are_left_out_first_those_least_like_a_node() -> None:
+    setting = setting_of(Space())
+    cut, meshes = setting.prepared.cut(1), setting.space.meshes(NODES)
+    assert [mesh.axis_sizes for mesh in meshes] == [(16,), (2, 8), (4, 4), (8, 2)]
+    found = search_meshes(setting, cut, meshes, OVER)
+    assert {candidate.mesh.axis_sizes for candidate in found} == {(16,)}
+    searched: list[str] = []
+    shown = replace(setting, progress=_Shown(searched))
+    found = search_meshes(shown, cut, meshes)
+    assert searched[1] == "search on mesh x=4 x y=4"
+    assert list(dict.fromkeys(candidate.mesh for candidate in found)) == list(meshes)
+    within = search_within(setting, found, 1e12, deadline=OVER)
+    assert len(within) == 1
+    assert len(search_within(setting, found, 1e12)) == len(meshes)
+
+
+class _Shown:
+    """A log of what is done alone."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self.lines = lines
+
+    def __call__(self, doing: str) -> None:
+        self.lines.append(doing)
+
+    def found(self, step_s: float) -> None:
+        """Nothing is kept."""
+
+
+def test_a_combination_without_time_has_one_schedule_simulated() -> None:
+    model, make_batch = build("gpt2")
+    two = Cluster.preset("a100-80", nodes=1, devices_per_node=2)
+    setting = make_setting(
+        capture(model, make_batch(0)), two, Space(is_open=True, num_stages=2, num_microbatches=4)
+    )
+    every = Search(setting).run()
+    one = Search(setting)
+    one.setting = _WithoutTurns(setting)
+    one.run()
+    simulated = [
+        {name for name in search.times_s if not name.startswith("searched")}
+        for search in (one, every)
+    ]
+    assert len(simulated[0]) == 1 < len(simulated[1])
+    assert any("not simulated: the combination reached" in why for why in one.reasons.values())
+
+
+class _WithoutTurns:
+    """A setting whose combinations have no time after their first schedule."""
+
+    combination_limit_s = -1.0
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._setting, name)
+
+
+def test_the_fewest_micro_batches_that_are_estimated_to_fit_are_searched_first() -> None:
+    """Where the whole batch does not fit: a plan to beat, whatever is guessed of pipelines."""
+    none = Recompute(request=Request.NONE)
+    whole = Search(setting_of(Space(recompute=none))).run()
+    budget = MemoryBudget(int(0.4 * whole.options[0].estimated_bytes))
+    setting = setting_of(Space(is_open=True, recompute=none), constraints=budget)
+    search = Search(setting, whole=whole.unrestricted[1, 1])
+    search.combinations = Combinations(setting)
+    done = search._fewest_microbatches(list(search.combinations.all()))
+    fastest = whole.options[0].best.mesh
+    assert {each.mesh for each in done} == {fastest}
+    counts = sorted(each.num_microbatches for each in done)
+    assert counts == [2, 4, 8, 16][: len(counts)]
+    fitting = [option for option in search.options if search.fits(option)]
+    assert {option.combination.num_microbatches for option in fitting} == {counts[-1]}
+
+
+@pytest.mark.parametrize("limit_s", [0.0, 60.0])
+def test_a_whole_batch_that_has_had_its_time_is_tried_again_where_nothing_else_fits(
+    limit_s: float,
+) -> None:
+    """One sample cannot be cut, so there are no micro-batches to search instead."""
+    with torch.device("meta"):
+        layers = [
+            nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(6)
+        ]
+        captured = capture(
+            nn.Sequential(*layers), (torch.empty(1, 4096, 256), torch.empty(1, 4096, 256)),
+            loss_fn=nn.functional.mse_loss,
+        )  # fmt: skip
+    one = Cluster.preset("a100-80", nodes=1, devices_per_node=1)
+    free = make_planned(captured, one).plan
+    budget = MemoryBudget(int(0.7 * sum(free.prediction.memory_bytes.values())))
+    space = Space(offload=False)
+    found = make_planned(captured, one, space, constraints=budget, time_limit_s=limit_s).plan
+    assert found.recomputation
+    assert sum(found.prediction.memory_bytes.values()) <= budget.size_bytes
