@@ -119,20 +119,23 @@ class Search:
         return self
 
     def _fewest_microbatches(self, order: Sequence[Combination]) -> set[Combination]:
-        """Search the fewest micro-batches without a pipeline that are estimated to fit, on the mesh
-        where the whole batch is fastest, in half the time at most: an option to beat, as guesses
-        know nothing of strategies. Returns what was searched."""
+        """Search the fewest micro-batches without a pipeline that are estimated to fit, and more
+        while that is faster, on the mesh where the whole batch is fastest, in half the time at
+        most: an option to beat, as guesses know nothing of strategies. Returns what was searched.
+        """
         done, deadline = set[Combination](), deadline_in(self.deadline.limit_s / 2)
         if not self.whole:
             return done
         mesh = cheapest(self.whole).mesh
         alone = [each for each in order if each.num_devices == 1 and each.mesh == mesh]
         for combination in sorted(alone, key=lambda each: each.num_microbatches):
-            if any(map(self.fits, self.options)) or deadline.is_over:
-                break
+            known_s = self.best_s
             if combination.num_microbatches > 1:
                 self._consider(combination)
                 done.add(combination)
+            is_found = math.isfinite(known_s)
+            if deadline.is_over or (is_found and self.best_s >= known_s):
+                break
         return done
 
     def _refine(self) -> None:

@@ -118,7 +118,8 @@ def test_the_fewest_micro_batches_that_are_estimated_to_fit_are_searched_first()
     counts = sorted(each.num_microbatches for each in done)
     assert counts == [2, 4, 8, 16][: len(counts)]
     fitting = [option for option in search.options if search.fits(option)]
-    assert {option.combination.num_microbatches for option in fitting} == {counts[-1]}
+    fewest = min(option.combination.num_microbatches for option in fitting)
+    assert fewest == counts[-2]  # and twice as many are no faster
 
 
 @pytest.mark.parametrize("limit_s", [0.0, 60.0])
