@@ -153,7 +153,7 @@ def test_a_fixed_recomputation_counts_where_the_whole_batch_may_fit() -> None:
             constraints=MemoryBudget(int(0.4 * needed_bytes("one"))),
         )  # fmt: skip
         search = Search(setting).run()
-        assert search.may_fit(search.options[0]) == may_fit
+        assert search.pricing.may_fit(search.options[0]) == may_fit
 
 
 @pytest.mark.parametrize("share", [1.0, 0.25])

@@ -224,7 +224,7 @@ class Fit:
         return option
 
     def _fits(self, option: Option) -> bool:
-        return self.search.fits(option, self.ratios.get(option.estimate_key, 1.0))
+        return self.search.pricing.fits(option, self.ratios.get(option.estimate_key, 1.0))
 
     def _push(self, option: Option) -> None:
         order = ranked(option.time_s, option.best.mesh)
@@ -384,7 +384,7 @@ class Fit:
             cutoff_s = MOST_OVERLAP * search.most_work_s(self.cutoff_s, ranks)
         self.setting.progress(f"search within {format_bytes(target_bytes)}")
         is_smaller = postponed.is_smaller
-        within = functools.partial(search.within, deadline=self.deadline)
+        within = functools.partial(search.pricing.within, deadline=self.deadline)
         for form in search.leaner.of(option):
             if not is_smaller:
                 smaller = within(option, target_bytes, cutoff_s, **form)
@@ -414,7 +414,9 @@ class Fit:
         Whether one is estimated to fit.
         """
         best = option.best
-        smaller = [self.search.with_form(best, **form) for form in self.search.leaner.of(option)]
+        smaller = [
+            self.search.pricing.with_form(best, **form) for form in self.search.leaner.of(option)
+        ]
         smaller = [each for each in smaller if each.estimated_bytes() < best.estimated_bytes()]
         recomputing = replace(option, recomputes=True)
         pushed = [self._push_staged(recomputing, (each,), 1) for each in (best, *smaller)]
@@ -423,7 +425,7 @@ class Fit:
     def _push_staged(self, option: Option, searched: tuple[Candidate, ...], trial: int) -> bool:
         """Queue an option again with other results of the search; whether it may fit."""
         try:
-            other = self.search.option(
+            other = self.search.pricing.option(
                 option.combination, option.origin, option.choice, searched, trial,
                 recomputes=option.recomputes,
             )  # fmt: skip

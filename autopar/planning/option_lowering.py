@@ -119,6 +119,6 @@ class OptionLowering:
         staged = option.staged
         times = pipeline_times(
             best, staged.stages, staged.schedule, self.setting.communication,
-            self.search.crossing(best),
+            self.search.pricing.crossing(best),
         )  # fmt: skip
         return replace(decided, staged=replace(staged, times=times), time_s=times.step_s)

@@ -180,9 +180,9 @@ def _fitted(search: Search) -> tuple[Search, Fitted]:
         fits.append(Fit(search, moves=moves, cutoff_s=_fastest_s(found), deadline=deadline))
         found.extend(_tried(fits[-1]))
 
-    is_last = space.leaves_microbatches and not search.may_fit(search.options[0])
+    is_last = space.leaves_microbatches and not search.pricing.may_fit(search.options[0])
     if not is_last:
-        is_tight = space.leaves_microbatches and not search.fits(search.options[0])
+        is_tight = space.leaves_microbatches and not search.pricing.fits(search.options[0])
         attempt(search, moves=bool(space.offload), deadline=search.deadline if is_tight else None)
     opened = search if space.is_open else _opened(search, found)
     if opened is not None and opened is not search:
@@ -301,7 +301,7 @@ def _baselines(search: Search, fitted: Fitted) -> Baselines:
     option = fitted.option
     if option.combination.num_devices == 1:
         return fitted.baselines
-    return price_peers(option, search.setting.communication, search.crossing(option.best))
+    return price_peers(option, search.setting.communication, search.pricing.crossing(option.best))
 
 
 def _planned(search: Search, fitted: Fitted) -> Planned:

@@ -28,38 +28,25 @@ from autopar.base.errors import AutoparError
 from autopar.base.units import format_bytes, format_seconds
 from autopar.ir.mesh import Mesh
 from autopar.planning.combinations import Combination, Combinations
-from autopar.planning.deadline import NEVER, Deadline, deadline_in
-from autopar.planning.leaner import LeanerForm, LeanerForms
-from autopar.planning.option import NEARLY, Option, dominating, needed_bytes, with_form
+from autopar.planning.deadline import NEVER, deadline_in
+from autopar.planning.option import Option, dominating
+from autopar.planning.option_pricing import OptionPricing
 from autopar.planning.pipelines import is_extra, pipelines, without_pipeline
 from autopar.planning.refinement import refined, worth_refining
 from autopar.planning.setting import Setting
 from autopar.planning.sharding_search import (
     cheapest,
-    ranked,
     search_meshes,
     search_priced,
-    search_within,
 )
 from autopar.planning.space import PipelineChoice
-from autopar.planning.stage_prices import Placement
 from autopar.planning.staging import (
-    Staged,
-    choose_stages,
-    crossing_bytes,
-    recomputed_residence,
-    residence_of,
-    stage,
     stage_costs,
 )
 from autopar.pricing.candidate import Candidate
-from autopar.pricing.problem import WHOLE, PricedGraph, Residence, price_graph
-from autopar.pricing.recompute_estimate import all_recomputed, droppable, recomputed_to_fit
-from autopar.pricing.step_time import time_parts
-from autopar.schedules import Durations, Links, PipelineShape
+from autopar.pricing.problem import price_graph
 from autopar.schedules.generators.forms import Form
 from autopar.schedules.generators.lower_bound import lower_bound_s
-from autopar.search import Solution
 
 MARGIN = 0.8
 """Fraction of the memory that a search may fill before memory is counted, which finds more."""
@@ -79,15 +66,11 @@ class Search:
     ) -> None:
         self.setting = setting
         self.space = setting.space
-        self.built = functools.cache(Form.build)
-        self.costs: dict[tuple[Candidate, Placement], tuple[Durations, Links]] = {}
         self.options: list[Option] = []
         self.unrestricted: dict[tuple[int, int], list[Candidate]] = {}
         self.best_s, self.has_plan, self.whole = best_s, math.isfinite(best_s), whole
-        self.leaner = LeanerForms(setting.space)
-        self.droppable = functools.cache(droppable)
-        self.with_form = functools.cache(with_form)
-        self.crossings: dict[tuple[PricedGraph, Solution], list[int]] = {}
+        self.pricing = OptionPricing(setting)
+        self.leaner = self.pricing.leaner
         self.alone_on: dict[Mesh, int] = {}
         self.left_out: dict[Mesh, list[Combination]] = {}
         self.times_s: dict[str, float] = {}
@@ -141,7 +124,7 @@ class Search:
     def _refine(self) -> None:
         """Add options with better orders of the fastest pipelines, and note what is proved."""
         deadline = deadline_in(self.setting.refine_limit_s)
-        for option in worth_refining([each for each in self.options if self.fits(each)]):
+        for option in worth_refining([each for each in self.options if self.pricing.fits(each)]):
             if deadline.is_over:
                 break
             assert option.staged is not None
@@ -149,7 +132,7 @@ class Search:
             self.setting.progress(f"improve the order of {option}")
             shape = option.choice.schedule.shape
             costs = stage_costs(
-                option.best, option.staged.stages, shape, self.crossing(option.best)
+                option.best, option.staged.stages, shape, self.pricing.crossing(option.best)
             )
             if self.setting.num_passes * lower_bound_s(shape, costs[0]) >= self.best_s:
                 continue  # no order is faster than the best so far
@@ -161,7 +144,7 @@ class Search:
                 if choice.schedule is option.choice.schedule:
                     self.options[place] = replace(option, choice=choice)
                     continue
-                other = self.option(
+                other = self.pricing.option(
                     option.combination, option.origin, choice, option.searched,
                     recomputes=option.recomputes,
                 )  # fmt: skip
@@ -183,120 +166,12 @@ class Search:
         self.setting.progress.bounded(self.setting.num_passes * least_s / num_devices)
         combination = Combination(num_devices, num, meshes[0])
         recomputes = self.space.recompute.is_fixed
-        option = self.option(combination, candidates, self.space.pipeline, recomputes=recomputes)
-        self.options.append(option)
-        if self.fits(option):
-            self.setting.progress.found(option.time_s)
-
-    def option(
-        self,
-        combination: Combination,
-        origin: tuple[Candidate, ...],
-        choice: PipelineChoice | None,
-        searched: tuple[Candidate, ...] | None = None,
-        trial: int = 0,
-        *,
-        recomputes: bool = False,
-        bound_s: float | None = None,
-    ) -> Option:
-        """The option of some search results; raises AutoparError if they cannot be staged.
-
-        With ``bound_s``, a lower bound of its time, a pipeline that by far does not fit is not
-        simulated.
-        """
-        searched = origin if searched is None else searched
-        found = [candidate for candidate in searched if candidate.is_found]
-        residence = WHOLE
-        if choice is not None:
-            residence = residence_of(choice.schedule, found[0].priced.pricing.analysis)
-        held = residence
-        saved: dict[Candidate, float | None] = dict.fromkeys(found)
-        if recomputes:
-            saved = dict(self._recomputed(each, residence) for each in found)
-            found = list(saved)
-            residence = recomputed_residence(residence, found[0].priced.pricing.graph)
-        staged: dict[Candidate, Staged] = {}
-        is_bounded = bound_s is not None and all(
-            needed_bytes(each, held, residence, saved[each]) > NEARLY * self.setting.budget_bytes
-            for each in found
+        option = self.pricing.option(
+            combination, candidates, self.space.pipeline, recomputes=recomputes
         )
-        if choice is None or is_bounded:
-            best = cheapest(found)
-        else:
-            staged = {
-                each: stage(each, choice, self.setting.communication, self.crossing(each))
-                for each in found
-            }
-            best = min(found, key=lambda each: ranked(staged[each].times.step_s, each.mesh))
-        if staged:
-            time_s = staged[best].times.step_s
-        else:
-            time_s = time_parts(best).step_s if choice is None or bound_s is None else bound_s
-        return Option(
-            combination=combination, origin=origin, searched=searched, best=best, choice=choice,
-            staged=staged.get(best), trial=trial, held=held, residence=residence,
-            recomputes=recomputes, time_s=time_s, saved_bytes=saved[best],
-        )  # fmt: skip
-
-    def crossing(self, candidate: Candidate) -> Sequence[int]:
-        """The candidate's `crossing_bytes`, which depend on its solution alone."""
-        key = candidate.priced, candidate.solution
-        if key not in self.crossings:
-            self.crossings[key] = crossing_bytes(candidate)
-        return self.crossings[key]
-
-    def _recomputed(
-        self, candidate: Candidate, residence: Residence
-    ) -> tuple[Candidate, float | None]:
-        """A candidate with an estimate of what it recomputes, and of the bytes that this saves.
-
-        If the user fixes what is recomputed, as if each block ran its forward pass again.
-        """
-        if self.space.recompute.is_fixed:
-            return all_recomputed(candidate), None
-        excess = candidate.estimated_bytes(residence) - self.setting.budget_bytes
-        recomputation, saved = recomputed_to_fit(self.droppable(candidate), excess, residence)
-        return candidate.recomputing(recomputation), saved
-
-    def within(
-        self,
-        option: Option,
-        target_bytes: float,
-        cutoff_s: float = math.inf,
-        *,
-        released: bool | None = None,
-        scattered: bool | None = None,
-        deadline: Deadline = NEVER,
-    ) -> tuple[Candidate, ...]:
-        """Search the shardings of an option again within ``target_bytes`` of estimated memory.
-
-        A search ends without a result if the total work of the pipeline ranks exceeds ``cutoff_s``;
-        meshes are left out after the ``deadline``.
-        ``released``: gathered parameters are released after each pass, ``scattered``: gradients are
-        reduce-scattered in every micro-batch; by default as in the option.
-        """
-        return tuple(
-            search_within(
-                self.setting, option.origin, target_bytes, option.residence, cutoff_s,
-                released=bool(option.best.released) if released is None else released,
-                scattered=bool(option.best.scattered) if scattered is None else scattered,
-                deadline=deadline,
-            )
-        )  # fmt: skip
-
-    def may_fit(self, option: Option) -> bool:
-        """Whether some candidate of an option is estimated to fit, at least if it keeps as little
-        from pass to pass, and recomputes as much, as the space allows."""
-        forms: list[LeanerForm] = [{}, *self.leaner.of(option)]
-        for candidate in option.origin:
-            for form in forms if candidate.is_found else ():
-                leaner = self.with_form(candidate, **form)
-                needed = leaner.estimated_bytes(option.residence)
-                if self.leaner.may_recompute(option):
-                    needed -= self._recomputed(leaner, option.held)[1] or 0.0
-                if needed <= NEARLY * self.setting.budget_bytes:
-                    return True
-        return False
+        self.options.append(option)
+        if self.pricing.fits(option):
+            self.setting.progress.found(option.time_s)
 
     # --- an open space ------------------------------------------------------------------------
     def with_more_microbatches(self, option: Option) -> list[Option]:
@@ -320,12 +195,6 @@ class Search:
             self._price(combination)
         else:
             self.reasons.setdefault(str(combination), reason)
-
-    def fits(self, option: Option, ratio: float = 1.0) -> bool:
-        """Whether an option is estimated to fit; ``ratio``: counted to estimated memory."""
-        if option.saved_bytes is not None:
-            ratio = 1.0  # it recomputes more instead
-        return option.needed_bytes * ratio <= self.setting.budget_bytes * (1 + 1e-9)
 
     def _reason_against(self, combination: Combination) -> str | None:
         bound_s = self._bound_s(combination)
@@ -371,11 +240,11 @@ class Search:
         for option in options:
             if not (leaner and self.turn.is_over):
                 leaner += self._leaner(option)
-        if options and not any(map(self.fits, options)):
+        if options and not any(map(self.pricing.fits, options)):
             tight = [min(options, key=lambda option: option.time_s)]
-            if leaner and not any(map(self.fits, leaner)):
+            if leaner and not any(map(self.pricing.fits, leaner)):
                 tight.append(min(leaner, key=lambda option: option.time_s))
-            if not (self.turn.is_over and any(map(self.fits, leaner))):
+            if not (self.turn.is_over and any(map(self.pricing.fits, leaner))):
                 self._within_memory(combination, tight)
         if options and len(self.options) == num_known and not self.has_plan:
             least = min([*options, *leaner], key=lambda option: option.needed_bytes)
@@ -385,11 +254,11 @@ class Search:
         """An option that does not fit with less kept from pass to pass, with blocks that recompute,
         and with both; not those that cannot be the fastest, because these only take longer."""
         found: list[Option] = []
-        if self.fits(option) or option.time_s >= self.best_s:
+        if self.pricing.fits(option) or option.time_s >= self.best_s:
             return found
         origins = [option.origin]
         for form in self.leaner.of(option):
-            origin = tuple(self.with_form(each, **form) for each in option.origin)
+            origin = tuple(self.pricing.with_form(each, **form) for each in option.origin)
             other = self._noted(option, origin, option.time_s, recomputes=option.recomputes)
             if other.best.estimated_bytes(other.held) < option.best.estimated_bytes(option.held):
                 found.append(other)
@@ -409,7 +278,7 @@ class Search:
         recomputes: bool,
     ) -> Option:
         return self._note(
-            self.option(
+            self.pricing.option(
                 option.combination, origin, option.choice, recomputes=recomputes, bound_s=bound_s
             )
         )
@@ -421,7 +290,7 @@ class Search:
                 continue
             cutoff_s = self.most_work_s(self.best_s, combination.num_devices)
             within = functools.partial(
-                self.within, option, MARGIN * self.setting.budget_bytes, cutoff_s,
+                self.pricing.within, option, MARGIN * self.setting.budget_bytes, cutoff_s,
                 deadline=self.deadline,
             )  # fmt: skip
             found = within()
@@ -446,7 +315,7 @@ class Search:
         Schedules that need by far too much memory are returned with lower bounds of their times.
         """
         if combination.num_devices == 1:
-            alone = self.option(combination, candidates, None, recomputes=recompute)
+            alone = self.pricing.option(combination, candidates, None, recomputes=recompute)
             return [self._note(alone)]
         found: list[Option] = []
         wanted = pipelines(combination, self.space, self.combinations.num_blocks)
@@ -484,18 +353,18 @@ class Search:
         A list schedule is ordered by equal durations and by those of the stages.
         """
         try:
-            durations, links = self._stage_costs(candidates[0], form)
-            bound_s = self.setting.num_passes * lower_bound_s(self._shape(form), durations)
+            durations, links = self.pricing.stage_costs(candidates[0], form)
+            bound_s = self.setting.num_passes * lower_bound_s(self.pricing.shape(form), durations)
             is_late = bound_s >= self.best_s or self.deadline.is_over
             if is_extra(form, self.space) and is_late:
                 self.reasons.setdefault(form.text, f"takes at least {format_seconds(bound_s)}")
                 return None
-            made = [self.built(form)]
+            made = [self.pricing.built(form)]
             if form.is_listed:
                 made.append(form.build(durations, links))
             choices = [PipelineChoice(schedule=each, places_sums=True) for each in made]
             found = [
-                self.option(
+                self.pricing.option(
                     combination, candidates, each, recomputes=recompute,
                     bound_s=bound_s if self.leaner.has_all else None,
                 )
@@ -504,21 +373,7 @@ class Search:
         except AutoparError as error:
             self.reasons.setdefault(form.text, str(error))
             return None
-        return min(found, key=lambda option: (not self.fits(option), option.time_s))
-
-    def _shape(self, form: Form) -> PipelineShape:
-        """The form's shape; schedules that no list scheduler orders are built for it, once."""
-        return form.shape if form.is_listed else self.built(form).shape
-
-    def _stage_costs(self, candidate: Candidate, form: Form) -> tuple[Durations, Links]:
-        """The candidate's costs by stage, which depend on where the stages are alone."""
-        shape = self._shape(form)
-        key = candidate, shape.placement
-        if key not in self.costs:
-            crossing = self.crossing(candidate)
-            stages = choose_stages(candidate, shape, crossing)
-            self.costs[key] = stage_costs(candidate, stages, shape, crossing)
-        return self.costs[key]
+        return min(found, key=lambda option: (not self.pricing.fits(option), option.time_s))
 
     def _note(self, option: Option) -> Option:
         self._note_time(option)
@@ -529,7 +384,7 @@ class Search:
     def _note_time(self, option: Option) -> None:
         """Note the time of an option that is estimated to fit, or the reason against it."""
         name = str(option)
-        if self.fits(option):
+        if self.pricing.fits(option):
             self.best_s = min(self.best_s, option.time_s)
             self.setting.progress.found(option.time_s)
             self.times_s[name] = min(self.times_s.get(name, math.inf), option.time_s)

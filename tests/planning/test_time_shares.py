@@ -117,7 +117,7 @@ def test_the_fewest_micro_batches_that_are_estimated_to_fit_are_searched_first()
     assert {each.mesh for each in done} == {fastest}
     counts = sorted(each.num_microbatches for each in done)
     assert counts == [2, 4, 8, 16][: len(counts)]
-    fitting = [option for option in search.options if search.fits(option)]
+    fitting = [option for option in search.options if search.pricing.fits(option)]
     fewest = min(option.combination.num_microbatches for option in fitting)
     assert fewest == counts[-2]  # and twice as many are no faster
 
