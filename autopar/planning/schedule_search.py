@@ -35,7 +35,7 @@ from autopar.planning.pipelines import is_extra, pipelines, without_pipeline
 from autopar.planning.refinement import refined, worth_refining
 from autopar.planning.setting import Setting
 from autopar.planning.sharding_search import (
-    cheapest,
+    rank,
     search_meshes,
     search_priced,
 )
@@ -50,6 +50,8 @@ from autopar.schedules.generators.lower_bound import lower_bound_s
 
 MARGIN = 0.8
 """Fraction of the memory that a search may fill before memory is counted, which finds more."""
+MAX_FEWEST_MESHES = 3
+"""The meshes on which the fewest micro-batches are searched that fit."""
 LEAST_GAIN = 1e-6
 """A better order is worth keeping if it saves at least this share of a step."""
 
@@ -103,19 +105,20 @@ class Search:
 
     def _fewest_microbatches(self, order: Sequence[Combination]) -> set[Combination]:
         """Search the fewest micro-batches without a pipeline that are estimated to fit, and more
-        while that is faster, on the mesh where the whole batch is fastest, in half the time at
+        while that is faster, on the meshes where the whole batch is fastest, in half the time at
         most: an option to beat, as guesses know nothing of strategies. Returns what was searched.
         """
         done, deadline = set[Combination](), deadline_in(self.deadline.limit_s / 2)
-        if not self.whole:
-            return done
-        mesh = cheapest(self.whole).mesh
-        alone = [each for each in order if each.num_devices == 1 and each.mesh == mesh]
-        for combination in sorted(alone, key=lambda each: each.num_microbatches):
+        ranked_meshes = [each.mesh for each in sorted(self.whole, key=rank) if each.is_found]
+        meshes = list(dict.fromkeys(ranked_meshes))[:MAX_FEWEST_MESHES]
+        alone = [each for each in order if each.num_devices == 1 and each.mesh in meshes]
+        for num in sorted({each.num_microbatches for each in alone} - {1}):
             known_s = self.best_s
-            if combination.num_microbatches > 1:
-                self._consider(combination)
-                done.add(combination)
+            same = [each for each in alone if each.num_microbatches == num]
+            for combination in sorted(same, key=lambda each: meshes.index(each.mesh)):
+                if not deadline.is_over:
+                    self._consider(combination)
+                    done.add(combination)
             is_found = math.isfinite(known_s)
             if deadline.is_over or (is_found and self.best_s >= known_s):
                 break
