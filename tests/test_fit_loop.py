@@ -34,6 +34,7 @@ def fit() -> Any:
     found.heap, found.postponed, found.ratios, found.numbers = [], [], {}, iter(range(99))
     found.cutoff_s, found.deadline = math.inf, NEVER
     found.num_late, found.max_late = 0, MAX_LATE
+    found.setting = SimpleNamespace(budget_bytes=10.0)
     found._lowered = lambda option: SimpleNamespace(option=option)
     found._or_nearly_too_large = lambda fitted: fitted
     found._refuse = lambda option, reason: None
@@ -91,6 +92,21 @@ def test_after_the_time_limit_what_is_decided_comes_before_what_is_small(fit: An
     assert fit.best().option.time_s == 4.0
 
 
+def test_after_the_time_limit_the_fastest_with_room_are_tried_and_at_last_the_smallest(
+    fit: Any,
+) -> None:
+    tried: list[float] = []
+    fit._lowered = lambda option: tried.append(option.time_s)
+    fit.failure = lambda: ConstraintError("nothing fits")
+    fit.deadline = OVER
+    sizes = {1.0: 9.0, 2.0: 4.0, 3.0: 3.0, 4.0: 4.5, 5.0: 1.0, 6.0: 2.0}
+    for time_s, estimated_bytes in sizes.items():
+        push(fit, option_of(time_s, estimated_bytes))
+    with pytest.raises(ConstraintError):
+        fit.best()
+    assert tried == [2.0, 3.0, 5.0]
+
+
 def test_a_loop_with_a_deadline_begins_nothing_after_it_until_it_is_resumed(fit: Any) -> None:
     fit.deadline, fit.max_late = OVER, 0
     fit.failure = lambda: ConstraintError("nothing fits")
@@ -120,6 +136,7 @@ def test_an_option_that_is_decided_after_the_time_limit_is_lowered_at_once(
     )
     fit.setting = SimpleNamespace(
         progress=lambda doing: None,
+        budget_bytes=10.0,
         limit=SimpleNamespace(tightest=lambda memory: (1, 2)),
     )
     fit.known = SimpleNamespace(baselines=lambda option: None)

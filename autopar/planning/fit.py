@@ -13,8 +13,8 @@ schedule. A known strategy replaces an option that is slower than it, or that wa
 (`autopar.planning.rivals`).
 
 In an open space, lowering stops after `Setting.lower_limit_s`. If nothing has fit by then, a few
-options are still tried: those whose recomputation is decided, then those with the least memory. The
-report lists those not tried.
+options are still tried: those whose recomputation is decided, then the fastest with much room, then
+those with the least memory. The report lists those not tried.
 """
 
 from __future__ import annotations
@@ -52,6 +52,9 @@ MAX_NEARLY = 3
 estimated to take up to `NEARLY` times the memory."""
 MAX_LATE = 3
 """How many options are lowered after the time limit if none has fit."""
+SURELY = 0.5
+"""What is estimated to take up to so much of the memory, if all is recomputed that can be, fits as
+far as can be said before it is counted."""
 POINT_TRIALS, OPEN_TRIALS = 6, 3
 """How often an option is searched again within a smaller budget."""
 MOST_OVERLAP = 2.0
@@ -207,17 +210,24 @@ class Fit:
         return fitted
 
     def _most_promising(self, option: Option) -> Option:
-        """The remaining option that is tried next after the time limit: the fastest of those whose
-        recomputation is decided, as their memory was counted, or else that with the least memory.
+        """The remaining option that is tried next after the time limit.
+
+        First the fastest whose recomputation is decided, as their memory was counted, then the
+        fastest that take at most `SURELY` of the memory by estimate, then those with the least
+        memory. One try is left for the least of all.
         """
+
+        def order(each: Option) -> tuple[bool, bool, float, float]:
+            is_large = each.estimated_bytes > SURELY * self.setting.budget_bytes
+            sized = is_large and not each.is_decided
+            return not each.is_decided, sized, each.estimated_bytes if sized else 0.0, each.time_s
+
         if not self.num_late:
-            options = [option, *(entry[-1] for entry in self.heap)]
-            options.sort(
-                key=lambda each: (
-                    not each.is_decided, 0.0 if each.is_decided else each.estimated_bytes,
-                    each.time_s,
-                )
-            )  # fmt: skip
+            options = sorted([option, *(entry[-1] for entry in self.heap)], key=order)
+            if len(options) > self.max_late:
+                least = min(options, key=lambda each: (each.estimated_bytes, each.time_s))
+                options.remove(least)
+                options.insert(self.max_late - 1, least)
             self.heap = [(False, (n,), n, each) for n, each in enumerate(options)]
             *_, option = heapq.heappop(self.heap)
         self.num_late += 1
