@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from networks import captured
-from planning import llama_graph
+from planning import graph_of
 from setting import setting
 
 RESULT = Path(__file__).parent / "results" / "budgets.json"
@@ -40,7 +40,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="smaller models")
     quick = parser.parse_args().quick
-    graph = llama_graph(4 if quick else 32)
+    graph = graph_of("llama", 4 if quick else 32, 64)
     rows = {
         "llama_search_8x8": llama_search(graph),
         "llama_planner": llama_planner(graph),

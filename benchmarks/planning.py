@@ -1,9 +1,12 @@
 """Time and memory of planning, offline, on this machine.
 
-Run: ``python benchmarks/planning.py``. Each case runs in a process of its own: Llama-3-8B shapes
-(meta device, bfloat16, batch 64, sequence 2,048) for 8 x 8 H100, with 8 and with 32 layers. Writes
+Run: ``python benchmarks/planning.py``. Each case runs in a process of its own. Llama-3-8B shapes
+(meta device, bfloat16, batch 64, sequence 2,048) for 8 x 8 H100, with 8 and with 32 layers, beside
+the figures of another system, which are quoted with their source, not run here. Then the latter for
+8 to 16,384 H100, with one sequence a device above 64 (target: from 64 to 16,384 devices at most
+three times the time and the memory). GPT-2 XL is held out: nothing was tuned on it. Writes
 ``benchmarks/results/planning.json``, with processor time as well as wall time, which other work on
-the machine inflates. The figures of other systems are quoted with their source, not run here.
+the machine inflates.
 """
 
 from __future__ import annotations
@@ -13,13 +16,17 @@ import json
 import multiprocessing
 import resource
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from setting import setting
 
 RESULT = Path(__file__).parent / "results" / "planning.json"
-LAYERS = (8, 32)
+BESIDE_PEER = (("llama", 8, 64), ("llama", 32, 64))
+SIZES = (8, 64, 512, 4096, 16384)
+HELD_OUT = tuple(("gpt2-xl", 48, size) for size in SIZES)
+MOST_GROWTH = 3.0
 PEER = {
     "name": "meta-pytorch/autoparallel, the same graph on mesh 8x8, a 2-core machine",
     "seconds": {"8": 121.0, "32": [115.0, 155.0]},
@@ -27,36 +34,39 @@ PEER = {
 }
 
 
-def llama_graph(num_layers: int) -> Any:
-    """Llama-3-8B shapes with ``num_layers`` layers, captured on the meta device."""
+def graph_of(model: str, num_layers: int, num_rows: int) -> Any:
+    """The shapes of a model with ``num_layers`` layers, captured on the meta device."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     from autopar.frontend.capture import capture
 
-    config = LlamaConfig(
-        num_hidden_layers=num_layers,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        use_cache=False,
-    )
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).bfloat16()
-        ids = torch.zeros(64, 2048, dtype=torch.long)
-    return capture(model, {"input_ids": ids, "labels": ids.clone()})
+        if model == "llama":
+            made: Any = LlamaForCausalLM(
+                LlamaConfig(
+                    num_hidden_layers=num_layers, hidden_size=4096, intermediate_size=14336,
+                    num_attention_heads=32, num_key_value_heads=8, vocab_size=128256,
+                    use_cache=False,
+                )
+            )  # fmt: skip
+            ids = torch.zeros(num_rows, 2048, dtype=torch.long)
+        else:
+            made = GPT2LMHeadModel(
+                GPT2Config(n_layer=num_layers, n_embd=1600, n_head=25, use_cache=False)
+            )
+            ids = torch.zeros(num_rows, 1024, dtype=torch.long)
+    return capture(made.bfloat16(), {"input_ids": ids, "labels": ids.clone()})
 
 
-def plan_llama(num_layers: int) -> dict[str, Any]:
+def plan_case(model: str, num_layers: int, num_devices: int) -> dict[str, Any]:
     """Plan one model; returns wall seconds of each step of the planner, and peak memory."""
     import transformers  # noqa: F401  (its import is no part of planning)
 
     import autopar
     from autopar.planning import planner, sharding_search
 
-    cluster = autopar.Cluster.preset("h100-sxm", nodes=8, devices_per_node=8)
+    cluster = autopar.Cluster.preset("h100-sxm", nodes=num_devices // 8, devices_per_node=8)
     marks = [("capture", time.perf_counter(), time.process_time())]
 
     def mark(text: str) -> None:
@@ -70,7 +80,7 @@ def plan_llama(num_layers: int) -> dict[str, Any]:
         return solution
 
     sharding_search.solve = timed_solve
-    captured = llama_graph(num_layers)
+    captured = graph_of(model, num_layers, max(64, num_devices))
     planned = planner.make_planned(captured, cluster, progress=mark)
     mark("end")
     parts = {
@@ -81,7 +91,9 @@ def plan_llama(num_layers: int) -> dict[str, Any]:
         for before, after in itertools.pairwise(marks)
     }
     return {
+        "model": model,
         "num_layers": num_layers,
+        "num_devices": num_devices,
         "num_ops": len(captured.graph.ops),
         "total_s": round(marks[-1][1] - marks[0][1], 2),
         "total_cpu_s": round(marks[-1][2] - marks[0][2], 2),
@@ -90,25 +102,47 @@ def plan_llama(num_layers: int) -> dict[str, Any]:
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "mesh": str(planned.strategy.mesh),
         "status": planned.plan.search.status,
+        "plan": repr(planned.plan),
+    }
+
+
+def growth(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """What the largest number of devices takes, by what 64 take."""
+    first = next(row for row in rows if row["num_devices"] == 64)
+    last = max(rows, key=lambda row: row["num_devices"])
+    return {
+        figure: round(last[figure] / first[figure], 2) for figure in ("total_cpu_s", "peak_bytes")
     }
 
 
 def main() -> None:
     context = multiprocessing.get_context("spawn")
-    rows = []
-    for num_layers in LAYERS:
-        with context.Pool(1) as pool:
-            row = pool.apply(plan_llama, (num_layers,))
-        print(
-            f"Llama-3-8B, {num_layers} layers, 64 H100: {row['total_s']} s "
-            f"({row['total_cpu_s']} s of processor time, search alone {row['search_alone_s']} s), "
-            f"{row['peak_bytes'] / 1e9:.2f} GB, {row['mesh']}, {row['status']}"
-        )
-        rows.append(row)
+
+    def planned(cases: Iterable[tuple[str, int, int]]) -> list[dict[str, Any]]:
+        rows = []
+        for case in cases:
+            with context.Pool(1) as pool:
+                row = pool.apply(plan_case, case)
+            print(
+                f"{row['model']}, {row['num_layers']} layers, {row['num_devices']} H100: "
+                f"{row['total_s']} s ({row['total_cpu_s']} s of processor time, search alone "
+                f"{row['search_alone_s']} s), {row['peak_bytes'] / 1e9:.2f} GB, {row['plan']}",
+                flush=True,
+            )
+            rows.append(row)
+        return rows
+
+    beside_peer = planned(BESIDE_PEER)
+    sizes = planned(("llama", 32, size) for size in SIZES)
+    held_out = planned(HELD_OUT)
+    for name, rows in (("tuned", sizes), ("held out", held_out)):
+        print(f"{name}, 16,384 devices by 64: {growth(rows)} (target: {MOST_GROWTH})")
     document = {
         **setting("torch", "transformers", "numpy"),
-        "cases": rows,
+        "cases": beside_peer,
         "peer": PEER,
+        "sizes": {"cases": sizes, "growth": growth(sizes)},
+        "held_out": {"cases": held_out, "growth": growth(held_out)},
     }
     RESULT.write_text(json.dumps(document, indent=2) + "\n")
 

@@ -33,6 +33,11 @@ Ref = int  # index of a table: node costs, edge costs, then results of operation
 Scope = tuple[int, ...]  # ascending nodes, one for each dim of a table
 
 
+MAX_DIMS = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
+"""The most dims of an array. An order that joins more counts as one of infinite size, though most
+may have a single choice: `autopar.search.reduction` leaves such nodes out."""
+
+
 class TableTooLargeError(SearchError):
     """The elimination needs more memory for tables than the cap allows."""
 
@@ -250,7 +255,7 @@ class _Builder:
                 shape[dim] = size
         self.operations.append(Operation(shape=tuple(shape), inputs=inputs))
         self.num_operations += _elements(shape)
-        self.size_bytes += 8.0 * _elements(shape[1:])
+        self.size_bytes += 8.0 * _elements(shape[1:]) if len(shape) <= MAX_DIMS else math.inf
         self._shapes.append(tuple(shape[1:]))
         self._known[inputs] = len(self._shapes) - 1
         return len(self._shapes) - 1

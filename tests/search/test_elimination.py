@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from autopar.search import Problem, SearchError, Status, solve
 from autopar.search.elimination import (
+    MAX_DIMS,
     TableTooLargeError,
     best_program,
     compile_order,
@@ -31,6 +32,27 @@ def test_elimination_equals_brute_force(problem):
     if expected.status is Status.OPTIMAL:
         assert problem.cost(found.assignment) == expected.cost
         assert found.bound == found.cost
+
+
+def test_a_node_with_more_neighbours_than_an_array_has_dims() -> None:
+    """Found by GPT-2 XL on 16,384 devices: most of them have a single choice."""
+    draw = np.random.default_rng(0)
+    leaves = range(1, 2 * MAX_DIMS)
+    problem = Problem(
+        [draw.random(3), *(draw.random(1) for _ in leaves)],
+        {(0, leaf): draw.random((3, 1)) for leaf in leaves},
+    )
+    best = min(
+        problem.node_costs[0][hub]
+        + sum(
+            (problem.node_costs[leaf] + problem.edge_costs[0, leaf][hub]).min() for leaf in leaves
+        )
+        for hub in range(3)
+    )
+    found = solve(problem)
+    assert found.status is Status.OPTIMAL
+    assert found.cost == pytest.approx(best)
+    assert best_program(problem.node_costs, problem.edge_costs).size_bytes == math.inf
 
 
 @settings(max_examples=40, deadline=None)
