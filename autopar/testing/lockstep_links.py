@@ -32,9 +32,8 @@ class Turns:
     """A turn that one thread at a time holds."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._changed = threading.Condition()
-        self._running = num_ranks
-        self._waiting: dict[int, str] = {}
+        self._gates = [threading.Semaphore(0) for _ in range(num_ranks)]
+        self._waiting: dict[int, tuple[Callable[[], bool], str]] = {}
         self._failed: BaseException | None = None
 
     def run(self, functions: Sequence[Callable[[], R]]) -> list[R]:
@@ -45,21 +44,21 @@ class Turns:
         results: dict[int, R] = {}
 
         def play(rank: int, function: Callable[[], R]) -> None:
-            with self._changed:
-                try:
-                    results[rank] = function()
-                except BaseException as error:
-                    if self._failed is None:
-                        self._failed = error
-                finally:
-                    self._running -= 1
-                    self._notice()
+            self._gates[rank].acquire()
+            try:
+                results[rank] = function()
+            except BaseException as error:
+                if self._failed is None:
+                    self._failed = error
+            self._pass_on()
 
+        self._waiting = {rank: (lambda: True, "its start") for rank in range(len(functions))}
         threads = [
             threading.Thread(target=play, args=pair, daemon=True) for pair in enumerate(functions)
         ]
         for thread in threads:
             thread.start()
+        self._pass_on()
         for thread in threads:
             thread.join()
         if self._failed is not None:
@@ -68,27 +67,27 @@ class Turns:
 
     def wait_until(self, is_there: Callable[[], bool], rank: int, what: str) -> None:
         """Yield the turn until ``is_there()``."""
-        while not is_there():
-            self._waiting[rank] = what
-            self._notice()
-            if self._failed is not None:
-                raise RuntimeError("another pipeline rank has failed") from self._failed
-            self._changed.wait()
-            self._waiting.pop(rank, None)
-
-    def arrived(self) -> None:
-        """Wake the waiting threads: something that they may wait for has arrived."""
-        self._waiting.clear()
-        self._changed.notify_all()
-
-    def _notice(self) -> None:
-        if self._failed is None and self._running and len(self._waiting) == self._running:
-            lines = [
-                f"rank {rank} waits for {what}" for rank, what in sorted(self._waiting.items())
-            ]
-            self._failed = Deadlock("; ".join(lines))
+        if is_there():
+            return
+        self._waiting[rank] = is_there, what
+        self._pass_on()
+        self._gates[rank].acquire()
         if self._failed is not None:
-            self._changed.notify_all()
+            raise RuntimeError("another pipeline rank has failed") from self._failed
+
+    def _pass_on(self) -> None:
+        """Give the turn to the rank that has waited longest of those that can go on; after a
+        failure every rank can."""
+        if not self._waiting:
+            return
+        able = (r for r, (is_there, _) in self._waiting.items() if self._failed or is_there())
+        rank = next(able, None)
+        if rank is None:
+            lines = [f"rank {r} waits for {what}" for r, (_, what) in sorted(self._waiting.items())]
+            self._failed = Deadlock("; ".join(lines))
+            rank = next(iter(self._waiting))
+        del self._waiting[rank]
+        self._gates[rank].release()
 
 
 class Mail:
@@ -115,7 +114,6 @@ class LockstepLinks:
     def send(self, device: int, values: Sequence[Shards]) -> Callable[[], None]:
         assert device != self.rank, f"pipeline rank {device} sends to itself"
         self.mail.sent[self.rank, device].append(_copies(values))
-        self.mail.turns.arrived()
         return lambda: None
 
     def receive(self, device: int, metas: Sequence[TensorMeta]) -> Callable[[], Received[Shards]]:
@@ -142,7 +140,6 @@ class LockstepLinks:
         self._num_sums[devices] += 1
         given = self.mail.sums[devices, place]
         given[self.rank] = _copies(values)
-        self.mail.turns.arrived()
 
         def wait() -> Sequence[Shards]:
             what = f"sum {place} over ranks {devices}"
@@ -160,7 +157,6 @@ class LockstepLinks:
             assert value is not None
             assert len(shared) == place, "pipeline ranks share values in different orders"
             shared.append(_copies([value])[0])
-            self.mail.turns.arrived()
         self.mail.turns.wait_until(lambda: len(shared) > place, self.rank, what)
         _check([shared[place]], [meta], what)
         return [x.clone() for x in shared[place]]
