@@ -24,7 +24,6 @@ from autopar.comm.ops import (
     ALL_TO_ALL,
     AXIS_INDEX,
     MASK,
-    RAW_OPS,
     REDUCE_SCATTER,
     SHARD,
     UNSHARD,
@@ -38,10 +37,11 @@ from autopar.lowering.types import RankProgram, TensorMeta
 from autopar.runtime.machine.apart import apart
 from autopar.runtime.machine.moments import HostMoment
 from autopar.runtime.machine.protocols import NoLinks, Phase
-from autopar.runtime.machine.randomness import Draw, Seeds, random_nodes, split_axes
+from autopar.runtime.machine.randomness import Draw, Seeds
 from autopar.runtime.state.shards import gather, microbatch_of, reduced, scatter
 from autopar.runtime.step.executor import Executor, StepResult
 from autopar.runtime.step.reductions import Updater
+from autopar.testing.lockstep_graphs import Call, calls_of
 from autopar.testing.lockstep_links import LockstepLinks, Mail, Turns
 
 __all__ = ["LockstepMachine", "LockstepRun", "gather", "scatter"]
@@ -143,7 +143,6 @@ class LockstepMachine:
         self.mesh = mesh
         self.seeds = Seeds(mesh, seed)
         self.microbatch = 0
-        self._random: dict[fx.GraphModule, dict[fx.Node, Draw]] = {}
 
     def begin(self, microbatch: int, block: int, phase: Phase) -> None:
         self.microbatch = microbatch
@@ -159,53 +158,35 @@ class LockstepMachine:
         return HostMoment()
 
     def run(self, module: fx.GraphModule, arguments: Sequence[Shards]) -> list[Shards]:
-        env: dict[fx.Node, list[Any]] = {}
-        given = iter(arguments)
-        random = self._random.get(module)
-        if random is None:
-            random = self._random[module] = random_nodes(module)
+        graph = calls_of(module)
+        columns: list[Any] = graph.start(self.mesh.num_devices, arguments)
         with torch.no_grad():
-            for node in module.graph.nodes:
-                if node.op == "placeholder":
-                    env[node] = next(given)
-                elif node.op == "output":
-                    return [env[n] for n in node.args[0]]
-                elif node.op == "get_attr":
-                    env[node] = [getattr(module, node.target)] * self.mesh.num_devices
-                elif node.target in RAW_OPS:
-                    env[node] = self._collective(node, env)
+            for call in graph.calls:
+                operands = [columns[place] for place in call.operands]
+                if call.label is not None:
+                    columns[call.result] = self._collective(call, call.label, *operands)
+                elif call.draw is not None:
+                    columns[call.result] = self._drawn(call, call.draw, operands)
                 else:
-                    env[node] = self._call_each(node, env, random.get(node))
-        raise AssertionError("a graph without output")
+                    columns[call.result] = list(map(call.function, *operands))
+        return [columns[place] for place in graph.outputs]
 
-    def _call_each(
-        self, node: fx.Node, env: Mapping[fx.Node, list[Any]], draw: Draw | None
-    ) -> list[Any]:
+    def _drawn(self, call: Call, draw: Draw, operands: list[Any]) -> list[Any]:
         results = []
-        for rank in range(self.mesh.num_devices):
-            if draw is not None:
-                seed = self.seeds.seed_of(draw, split_axes(node), rank)
-                torch.default_generator.manual_seed(seed)
-            results.append(self._call(node, env, rank))
+        for rank, args in enumerate(zip(*operands)):
+            torch.default_generator.manual_seed(self.seeds.seed_of(draw, call.split, rank))
+            results.append(call.function(*args))
         return results
 
-    @staticmethod
-    def _call(node: fx.Node, env: Mapping[fx.Node, list[Any]], rank: int) -> Any:
-        args = fx.map_arg(node.args, lambda n: env[n][rank])
-        kwargs = fx.map_arg(node.kwargs, lambda n: env[n][rank])
-        return node.target(*args, **kwargs)  # type: ignore[operator]
-
-    def _collective(self, node: fx.Node, env: Mapping[fx.Node, list[Any]]) -> Shards:
-        source, label, *rest = node.args
-        values = env[source]  # type: ignore[index]
-        if node.target in _LOCAL_OPS:
-            function = _LOCAL_OPS[node.target]
-            places = self._places(str(label))
-            return [function(x, place, *rest) for x, place in zip(values, places)]
+    def _collective(self, call: Call, label: str, values: Shards) -> Shards:
+        if call.function in _LOCAL_OPS:
+            function = _LOCAL_OPS[call.function]
+            places = self._places(label)
+            return [function(x, place, *call.static) for x, place in zip(values, places)]
         result: list[Any] = [None] * self.mesh.num_devices
-        for group in _groups(self.mesh, str(label)):
+        for group in _groups(self.mesh, label):
             parts = [values[r] for r in group]
-            for rank, part in zip(group, _COLLECTIVES[node.target](parts, *rest)):
+            for rank, part in zip(group, _COLLECTIVES[call.function](parts, *call.static)):
                 result[rank] = part
         return result
 
