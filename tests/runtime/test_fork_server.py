@@ -226,6 +226,21 @@ print(child.pid)
     assert not ran.stderr
 
 
+def test_a_variable_that_torch_sets_itself_needs_no_other_server() -> None:
+    source = """
+import os
+from autopar.base.torch_private import import_compiler
+from autopar.runtime.workers import fork_server
+os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+fork_server.begin()
+first = fork_server.present_server()
+import_compiler()
+assert "TORCHINDUCTOR_CACHE_DIR" in os.environ
+assert fork_server.present_server() is first
+"""
+    subprocess.run([sys.executable, "-c", source], timeout=60, check=True)
+
+
 def test_a_forked_process_has_a_server_of_its_own(group: WorkerGroup) -> None:
     ours = server_of(group).pid
     reading, writing = os.pipe()

@@ -47,6 +47,10 @@ NUM_FILES = 8
 """Files of a request: its JSON, a pipe for the answers (the process id, and later the exit code),
 the standard output and error, and `WorkerFiles`. One byte carries them all."""
 _END_WAIT_S = 2.0
+_READ_WHEN_NEEDED = frozenset({"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"})
+"""Variables that change in a running process and that no library needs as it is loaded: the test
+that pytest runs, and a folder that Inductor looks up when it compiles. Torch sets the latter itself
+when its compiler is imported, as tracing does after `begin`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,12 +275,11 @@ def _number(answers: io.FileIO) -> int | None:
 
 
 def _compared(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a library may read as it is loaded: not autopar's, which are read when
-    needed, and not the one in which pytest has the test that runs."""
+    """The variables that a library may read as it is loaded."""
     return {
         name: value
         for name, value in env.items()
-        if not name.startswith("AUTOPAR_") and name != "PYTEST_CURRENT_TEST"
+        if not name.startswith("AUTOPAR_") and name not in _READ_WHEN_NEEDED
     }
 
 
