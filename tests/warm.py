@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import sys
@@ -34,3 +35,5 @@ def import_what_it_imports(function: Callable[[], object]) -> None:
     for name in names:
         with contextlib.suppress(ImportError):  # objects in place of modules, such as torch.ops
             importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a fork writes into no page that it shares

@@ -47,6 +47,7 @@ def serve(control_fd: int, parent_pid: int) -> Callable[[], None]:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.collect()
     gc.freeze()  # a collection in a worker writes into no page that it shares with the others
+    gc.enable()
     server = _Server(socket.socket(fileno=control_fd), parent_pid)
     while server.has_work():
         worker = server.next()
