@@ -33,7 +33,12 @@ def trace_fx(function: Any, mode: FakeTensorMode, *arguments: Any) -> Any:
         torch.ops.aten._efficientzerotensor.default: torch.ops.aten.zeros.default,
     }
     with mode, preserve_node_meta(), without_generated_code(), without_patched_modules():
-        traced = make_fx(function, tracing_mode="real", decomposition_table=instead)
+        traced = make_fx(
+            function,
+            tracing_mode="real",
+            decomposition_table=instead,
+            _disable_torch_fn_metadata_mode=True,  # nobody reads which function called an operator
+        )
         module = traced(*arguments)
         if _writes(module):
             interpreter = torch.fx.Interpreter(module)

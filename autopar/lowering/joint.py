@@ -34,7 +34,7 @@ from torch import Tensor, fx
 
 from autopar.base.errors import PlanError
 from autopar.base.spelling import did_you_mean
-from autopar.base.torch_private import is_overload, written_arguments
+from autopar.base.torch_private import is_overload, lazy_graph_module, written_arguments
 from autopar.comm.ops import COLLECTIVES, REPEATED, SHARD
 from autopar.cost_models.memory import graph_memory
 from autopar.ir.random_ops import DRAWN_AS, is_random
@@ -280,7 +280,7 @@ class _Split:
         for node in joint.sorted(_ancestors(results)):
             env[node] = graph.node_copy(node, lambda n: env[n])
         graph.output(tuple(env[n] for n in results))
-        return fx.GraphModule(joint.module, graph)
+        return lazy_graph_module(joint.module, graph)
 
     def _late_graph(
         self, results: Sequence[fx.Node], handed: dict[fx.Node, int]
@@ -304,7 +304,7 @@ class _Split:
                 drawn = {**custom, DRAWN_AS: self.joint.places[node]}
                 env[node].meta = {**env[node].meta, "custom": drawn}
         graph.output(tuple(env[n] for n in results))
-        return fx.GraphModule(self.joint.module, graph), tuple(sources)
+        return lazy_graph_module(self.joint.module, graph), tuple(sources)
 
     def _as_late_as_possible(
         self, needed: Sequence[fx.Node], results: Sequence[fx.Node], given: Collection[fx.Node]
