@@ -99,22 +99,37 @@ def test_after_the_time_limit_the_fastest_with_room_are_tried_and_at_last_the_sm
     fit._lowered = lambda option: tried.append(option.time_s)
     fit.failure = lambda: ConstraintError("nothing fits")
     fit.deadline = OVER
-    sizes = {1.0: 9.0, 2.0: 4.0, 3.0: 3.0, 4.0: 4.5, 5.0: 1.0, 6.0: 2.0}
+    sizes = {0.1: 9.0, 0.2: 4.0, 0.3: 3.0, 0.4: 4.5, 0.5: 1.0, 0.6: 2.0}
     for time_s, estimated_bytes in sizes.items():
         push(fit, option_of(time_s, estimated_bytes))
     with pytest.raises(ConstraintError):
         fit.best()
-    assert tried == [2.0, 3.0, 5.0]
+    assert tried == [0.2, 0.3, 0.5]
 
 
-def test_a_loop_with_a_deadline_begins_nothing_after_it_until_it_is_resumed(fit: Any) -> None:
+def test_what_late_options_become_does_not_take_the_try_of_the_smallest(fit: Any) -> None:
+    tried: list[float] = []
+
+    def lowered(option: Any) -> None:
+        tried.append(option.time_s)
+        push(fit, option_of(option.time_s + 0.01, option.estimated_bytes))
+
+    fit._lowered, fit.deadline = lowered, OVER
+    fit.failure = lambda: ConstraintError("nothing fits")
+    for time_s, estimated_bytes in {0.1: 4.0, 0.2: 4.5, 0.9: 1.0}.items():
+        push(fit, option_of(time_s, estimated_bytes))
+    with pytest.raises(ConstraintError):
+        fit.best()
+    assert tried[-1] == 0.9
+    assert len(tried) == MAX_LATE
+
+
+def test_a_loop_with_a_deadline_of_its_own_begins_nothing_after_it(fit: Any) -> None:
     fit.deadline, fit.max_late = OVER, 0
     fit.failure = lambda: ConstraintError("nothing fits")
     push(fit, option_of(2.0, 2.0))
     with pytest.raises(ConstraintError):
         fit.best()
-    fit.resume()
-    assert fit.best().option.time_s == 2.0
 
 
 def test_an_option_that_is_decided_after_the_time_limit_is_lowered_at_once(

@@ -76,8 +76,8 @@ class Postponed:
 class Fit:
     """Lowers the options of a search until one fits; with ``moves``, tensors may be offloaded.
 
-    Options that take ``cutoff_s`` or longer are of no use. After an own ``deadline`` nothing is
-    tried until `resume`.
+    Options that take ``cutoff_s`` or longer are of no use. After an own ``deadline`` nothing more
+    is tried.
     """
 
     def __init__(
@@ -108,10 +108,6 @@ class Fit:
         limit = deadline_in(self.setting.lower_limit_s) if self.is_open else NEVER
         self.deadline = limit if deadline is None else deadline
         self.num_late, self.max_late = 0, MAX_LATE if deadline is None else 0
-
-    def resume(self) -> None:
-        """Lift the deadline that the loop was made with."""
-        self.deadline, self.max_late = NEVER, MAX_LATE
 
     def best(self) -> Fitted:
         """The fastest option that fits; raises ConstraintError if none does."""
@@ -222,16 +218,16 @@ class Fit:
             sized = is_large and not each.is_decided
             return not each.is_decided, sized, each.estimated_bytes if sized else 0.0, each.time_s
 
-        if not self.num_late:
-            options = sorted([option, *(entry[-1] for entry in self.heap)], key=order)
-            if len(options) > self.max_late:
-                least = min(options, key=lambda each: (each.estimated_bytes, each.time_s))
-                options.remove(least)
-                options.insert(self.max_late - 1, least)
-            self.heap = [(False, (n,), n, each) for n, each in enumerate(options)]
-            *_, option = heapq.heappop(self.heap)
+        options = sorted([option, *(entry[-1] for entry in self.heap)], key=order)
         self.num_late += 1
-        return option
+        place = 0
+        if self.num_late == self.max_late:
+            least = min((each.estimated_bytes, each.time_s) for each in options)
+            sizes = [(each.estimated_bytes, each.time_s) for each in options]
+            place = sizes.index(least)
+        chosen = options.pop(place)
+        self.heap = [(False, (n,), n, each) for n, each in enumerate(options)]
+        return chosen
 
     def _fits(self, option: Option) -> bool:
         return self.search.pricing.fits(option, self.ratios.get(option.estimate_key, 1.0))

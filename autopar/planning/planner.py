@@ -181,9 +181,10 @@ def _fitted(search: Search) -> tuple[Search, Fitted]:
         found.extend(_tried(fits[-1]))
 
     is_last = space.leaves_microbatches and not search.pricing.may_fit(search.options[0])
+    is_tight = space.leaves_microbatches and not search.pricing.fits(search.options[0])
     if not is_last:
-        is_tight = space.leaves_microbatches and not search.pricing.fits(search.options[0])
         attempt(search, moves=bool(space.offload), deadline=search.deadline if is_tight else None)
+    was_cut = space.leaves_microbatches and search.deadline.is_over
     opened = search if space.is_open else _opened(search, found)
     if opened is not None and opened is not search:
         attempt(opened, moves=bool(space.offload))
@@ -191,9 +192,9 @@ def _fitted(search: Search) -> tuple[Search, Fitted]:
         found += _without_pipeline(opened, found, skips_whole=not space.is_open)
     if is_last and search.options[0].time_s < _fastest_s(found):
         attempt(search, moves=bool(space.offload), deadline=setting.end if found else None)
-    if not found and not is_last and not fits[0].is_open:
-        fits[0].resume()
-        found += _tried(fits[0])
+    if not found and was_cut:
+        search = Search(setting, is_patient=True).run()
+        attempt(search, moves=bool(space.offload))
     if not found and setting.moves_at_last:
         setting.progress("nothing fits: search what moves to the host")
         attempt(search, moves=True)

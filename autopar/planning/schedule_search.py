@@ -60,11 +60,17 @@ class Search:
     """Searches and prices all options; see the module's docstring.
 
     ``best_s``: the step of a plan that is known, which an open space has to beat. ``whole`` are the
-    candidates for the whole batch at once, if they were searched before.
+    candidates for the whole batch at once, if they were searched before. A search that
+    ``is_patient`` has no time limit.
     """
 
     def __init__(
-        self, setting: Setting, best_s: float = math.inf, whole: Sequence[Candidate] = ()
+        self,
+        setting: Setting,
+        best_s: float = math.inf,
+        whole: Sequence[Candidate] = (),
+        *,
+        is_patient: bool = False,
     ) -> None:
         self.setting = setting
         self.space = setting.space
@@ -79,7 +85,7 @@ class Search:
         self.reasons: dict[str, str] = {}
         self.bound_s = 0.0
         """A lower bound on the step time of every option of an open space."""
-        self.deadline = deadline_in(setting.search_limit_s)
+        self.deadline = NEVER if is_patient else deadline_in(setting.search_limit_s)
         self.turn = self.deadline
         """The share of the combination that is searched."""
 

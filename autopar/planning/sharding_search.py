@@ -29,7 +29,8 @@ def search_meshes(
 ) -> list[Candidate]:
     """The best strategies on each mesh without a memory limit; raises ConstraintError if none.
 
-    After the ``deadline`` meshes are left out, first those whose last axis is least like a node.
+    After the ``deadline`` meshes are left out; of several axes, first those whose last one is least
+    like a node.
     """
     found: list[Candidate] = []
     for mesh in sorted(meshes, key=lambda mesh: _unlike_a_node(setting.cluster, mesh)):
