@@ -48,7 +48,11 @@ from autopar.frontend.rewrites.data_dependent import isolate_composites, isolate
 from autopar.frontend.rewrites.disabled_dropout import leave_out_disabled_dropout
 from autopar.frontend.rewrites.hidden_writes import show_hidden_writes
 from autopar.frontend.rewrites.loss_offsets import offsets_as_tensors
-from autopar.frontend.rewrites.no_grad_regions import detach_what_leaves, inline_no_grad_regions
+from autopar.frontend.rewrites.no_grad_regions import (
+    detach_at_once,
+    detach_what_leaves,
+    inline_no_grad_regions,
+)
 from autopar.frontend.rewrites.random_slopes import draw_slopes
 from autopar.frontend.rewrites.strided_access import index_strided_access
 from autopar.frontend.signature import Arguments, InputSlot, Signature
@@ -286,6 +290,7 @@ def _show_gradients(program: fx.GraphModule) -> None:
     for module in program.modules():
         if isinstance(module, fx.GraphModule):
             without = inline_no_grad_regions(module)
+            detach_at_once(module)
             leave_out_disabled_dropout(module)
             show_hidden_writes(module, without)
             detach_what_leaves(module, without)

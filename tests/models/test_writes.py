@@ -96,6 +96,14 @@ def a_detached_value_of_its_own(model: Odd, x: Tensor) -> Tensor:
     return total.square().mean()
 
 
+def detached_in_place(model: Odd, x: Tensor) -> Tensor:
+    """What is read after the call has no gradient, what was read before has one."""
+    y = model.linear(x).sin()
+    before = y * 2
+    y.detach_()
+    return (before + model.linear(y)).square().mean() + y.sum()
+
+
 def dropout_that_is_off(model: Odd, x: Tensor) -> Tensor:
     """It returns its input itself, so that a write into one is a write into the other."""
     y = model.linear(x)
@@ -125,7 +133,8 @@ def reshaped(model: Odd, x: Tensor) -> Tensor:
 BODIES = [
     windows_with_gaps, windows_of_part_of_a_turned_value, windows_without_gaps, without_grad,
     views_without_grad, gradients_within, through_detach, through_data,
-    a_detached_value_of_its_own, dropout_that_is_off, dropout_that_is_off_without_grad, reshaped,
+    a_detached_value_of_its_own, detached_in_place, dropout_that_is_off,
+    dropout_that_is_off_without_grad, reshaped,
 ]  # fmt: skip
 
 

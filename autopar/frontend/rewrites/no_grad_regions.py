@@ -1,7 +1,8 @@
-"""``no_grad`` regions of an exported program, inlined into the graph around them.
+"""``no_grad`` regions and ``detach_`` calls of an exported program, made plain ``detach`` calls.
 
-``torch.export`` writes them as calls of ``wrap_with_set_grad_enabled``. ``run_decompositions``
-inlines these and thereby forgets that no gradient flows back through them.
+``torch.export`` writes regions as calls of ``wrap_with_set_grad_enabled``. ``run_decompositions``
+inlines these and thereby forgets that no gradient flows back through them; likewise it drops
+``detach_`` as a write that writes nothing.
 
 Input: an exported program, before its decompositions. Output: the same program without such calls,
 in which values that leave a region are detached.
@@ -18,7 +19,8 @@ from torch import fx
 
 from autopar.base.torch_private import inlined_higher_order_body
 
-_DETACH = torch.ops.aten.detach.default
+_DETACH, _DETACH_IN_PLACE = torch.ops.aten.detach.default, torch.ops.aten.detach_.default
+_CONSTANT = torch.ops.aten.lift_fresh_copy.default
 
 
 def inline_no_grad_regions(module: fx.GraphModule) -> frozenset[fx.Node]:
@@ -39,6 +41,16 @@ def _find_users(graph: fx.Graph) -> None:
     for node in graph.nodes:
         for source in node.all_input_nodes:
             source.users.setdefault(node)
+
+
+def detach_at_once(module: fx.GraphModule) -> None:
+    """Detach by calls that return a value, which everything after them reads."""
+    passed: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        passed.add(node)
+        if node.target is _DETACH_IN_PLACE and node.args[0].target is not _CONSTANT:
+            node.target, source = _DETACH, node.args[0]
+            source.replace_all_uses_with(node, lambda user: user not in passed)
 
 
 def detach_what_leaves(module: fx.GraphModule, without: Collection[fx.Node]) -> None:
