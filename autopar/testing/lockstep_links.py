@@ -81,7 +81,11 @@ class Turns:
         if not self._waiting:
             return
         able = (r for r, (is_there, _) in self._waiting.items() if self._failed or is_there())
-        rank = next(able, None)
+        try:
+            rank = next(able, None)
+        except Exception as error:
+            self._failed = error
+            rank = next(iter(self._waiting))
         if rank is None:
             lines = [f"rank {r} waits for {what}" for r, (_, what) in sorted(self._waiting.items())]
             self._failed = Deadlock("; ".join(lines))

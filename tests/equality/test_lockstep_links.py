@@ -95,3 +95,20 @@ def test_a_message_of_another_shape_than_agreed_is_refused() -> None:
     other = TensorMeta.contiguous((3,), torch.float32)
     with pytest.raises(AssertionError, match="was agreed"):
         turns.run([lambda: first.send(1, [filled(1.0)]), lambda: second.receive(0, [other])()])
+
+
+def test_an_error_in_a_question_ends_every_rank() -> None:
+    asked: list[int] = []
+
+    def fails_later() -> bool:
+        asked.append(1)
+        return len(asked) > 1 and 1 // 0 > 0
+
+    turns = Turns(2)
+    with pytest.raises(ZeroDivisionError):
+        turns.run(
+            [
+                lambda: turns.wait_until(fails_later, 0, "an answer"),
+                lambda: turns.wait_until(lambda: False, 1, "ever"),
+            ]
+        )
