@@ -107,7 +107,7 @@ def plan_case(model: str, num_layers: int, num_devices: int) -> dict[str, Any]:
 
 
 def growth(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """What the largest number of devices takes, by what 64 take."""
+    """The ratios of time and memory between the most devices and 64."""
     first = next(row for row in rows if row["num_devices"] == 64)
     last = max(rows, key=lambda row: row["num_devices"])
     return {

@@ -220,12 +220,9 @@ class Fit:
 
         options = sorted([option, *(entry[-1] for entry in self.heap)], key=order)
         self.num_late += 1
-        place = 0
         if self.num_late == self.max_late:
-            least = min((each.estimated_bytes, each.time_s) for each in options)
-            sizes = [(each.estimated_bytes, each.time_s) for each in options]
-            place = sizes.index(least)
-        chosen = options.pop(place)
+            options.sort(key=lambda each: (each.estimated_bytes, each.time_s))
+        chosen = options.pop(0)
         self.heap = [(False, (n,), n, each) for n, each in enumerate(options)]
         return chosen
 

@@ -10,14 +10,14 @@ from autopar.planning.space import Space
 
 
 class LeanerForm(TypedDict, total=False):
-    """What a form does otherwise, as the keywords of `autopar.planning.option.with_form`."""
+    """Keywords of `autopar.planning.option.with_form` that make a candidate hold less."""
 
     released: bool
     scattered: bool
 
 
 class LeanerForms:
-    """What the options of a space may do to hold less from pass to pass."""
+    """The leaner forms of the options of one space."""
 
     def __init__(self, space: Space) -> None:
         self.space = space

@@ -142,8 +142,8 @@ class Setting:
 
     @property
     def lower_limit_s(self) -> float:
-        """The time for lowering options from now on: what is left, up to a share, but never less
-        than another."""
+        """Seconds for lowering options from now on: what is left of the limit, but no more than the
+        searches leave of it, and at least `LEAST_LOWER_SHARE`."""
         most_s = (1 - SEARCH_SHARE - REFINE_SHARE) * self._limit_s
         return max(LEAST_LOWER_SHARE * self._limit_s, min(self.end.left_s, most_s))
 

@@ -97,7 +97,7 @@ def a_detached_value_of_its_own(model: Odd, x: Tensor) -> Tensor:
 
 
 def detached_in_place(model: Odd, x: Tensor) -> Tensor:
-    """What is read after the call has no gradient, what was read before has one."""
+    """Gradients flow through values read before the call, and through none read after it."""
     y = model.linear(x).sin()
     before = y * 2
     y.detach_()
@@ -114,7 +114,7 @@ def dropout_that_is_off(model: Odd, x: Tensor) -> Tensor:
 
 
 def dropout_that_is_off_without_grad(model: Odd, x: Tensor) -> Tensor:
-    """What it returns is its input, through which the gradient flows."""
+    """It returns its input, through which the gradient flows."""
     y = value(model, x)
     F.dropout(y, 0.5, training=False).add_(1)
     with torch.no_grad():
