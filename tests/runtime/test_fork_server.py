@@ -189,8 +189,12 @@ def test_a_server_that_is_stopped_is_named_in_time_and_replaced(
                 assert server_of(behind) != server
         finally:
             os.kill(server.pid, signal.SIGCONT)
-        time.sleep(1.0)  # it forks the worker that nobody waits for any more, which ends at once
-        assert [child.pid for child in server.children()] == list(before.pids)
+        # It forks the worker that nobody waits for any more, which ends at once.
+        time.sleep(1.0)
+        deadline_s = time.monotonic() + 30.0
+        while (left := [child.pid for child in server.children()]) != list(before.pids):
+            assert time.monotonic() < deadline_s, left
+            time.sleep(0.1)
         assert before.call("drawn")
     wait_until_gone(server)
 
@@ -224,6 +228,25 @@ print(child.pid)
     )
     assert not psutil.pid_exists(int(ran.stdout)), "it outlived its parent"
     assert not ran.stderr
+
+
+def test_a_server_that_still_imports_ends_with_its_parent(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import time; time.sleep(120.0)\n")
+    source = f"""
+import os, psutil, signal, sys
+from autopar.runtime.workers import fork_server
+sys.path.insert(0, {str(tmp_path)!r})
+fork_server.begin()
+(child,) = psutil.Process().children()
+print(child.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ran.returncode == -signal.SIGKILL, ran.stderr
+    if psutil.pid_exists(pid := int(ran.stdout)):
+        wait_until_gone(psutil.Process(pid))
 
 
 def test_a_variable_that_torch_sets_itself_needs_no_other_server() -> None:

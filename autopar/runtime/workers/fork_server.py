@@ -33,13 +33,19 @@ from autopar.runtime.faults import liveness
 from autopar.runtime.host.heap import with_heap_settings
 
 # -P keeps the working directory from being searched first. Modules are no garbage: without
-# collections they are imported in less time. The worker's program runs outside of the server's
-# loop, whose frames would be in each of its stacks.
+# collections they are imported in less time. A timer ends a server whose parent is gone before it
+# has imported all. The worker's program runs outside of the server's loop, whose frames would be in
+# each of its stacks.
 _BOOT = """
-import gc, json, sys
+import gc, json, os, signal, sys
 gc.disable()
 control_fd, parent_pid, sys.path[:] = json.loads(sys.argv[1])
+signal.signal(signal.SIGALRM, lambda *_: None if os.getppid() == parent_pid else os._exit(0))
+signal.siginterrupt(signal.SIGALRM, False)
+signal.setitimer(signal.ITIMER_REAL, 0.5, 0.5)
 from autopar.runtime.workers import fork_server_main
+signal.setitimer(signal.ITIMER_REAL, 0.0)
+signal.signal(signal.SIGALRM, signal.SIG_DFL)
 start = fork_server_main.serve(control_fd, parent_pid)
 start()
 """
