@@ -8,7 +8,9 @@ search or train import torch.
 from __future__ import annotations
 
 import argparse
+import atexit
 import functools
+import gc
 import os
 import shutil
 import sys
@@ -64,6 +66,7 @@ and again without it if it raises an error there.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
+    atexit.register(gc.freeze)  # a collection of a plan's objects takes longer than the exit
     chosen = _parser().parse_args(arguments)
     try:
         chosen.run(chosen)
@@ -390,11 +393,11 @@ def _print_page(page: Page) -> None:
 
 
 # --- arguments -----------------------------------------------------------------------------------
+@collector_paused()
 def _searched(chosen: argparse.Namespace) -> Plan:
     """The plan that the arguments of a search ask for."""
-    with collector_paused():
-        from autopar.api import plan as make_plan
-        from autopar.frontend.factory import factory_of
+    from autopar.api import plan as make_plan
+    from autopar.frontend.factory import factory_of
 
     cluster = cluster_of(chosen.cluster)
     options: dict[str, Any] = {
