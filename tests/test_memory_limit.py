@@ -74,6 +74,42 @@ def test_a_budget_is_for_tensors(kind: str) -> None:
         )  # fmt: skip
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(m, n, device="meta") for m, n in ((256, 512), (512, 256)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Loss(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
+
+
+def test_a_plan_that_recomputes_is_compared_with_no_strategy_that_cannot_run() -> None:
+    model = nn.Sequential(*(Block() for _ in range(8)), Loss())
+    options: dict[str, Any] = {
+        "example_inputs": (torch.empty(1 << 16, 256, device="meta"),),
+        "num_microbatches": 1, "offload": False,
+    }  # fmt: skip
+    free = autopar.plan(model, cluster("a100-80"), **options)
+    tight = cluster("a100-80", int(0.9 * sizes(free)[1]))
+    plan = autopar.plan(model, tight, **options)
+    assert plan.recomputation
+    known = plan.search.baselines["data parallel"]
+    assert known.time_s < plan.prediction.step_time_s
+    assert known.memory_bytes < tight.usable_memory_bytes  # by its estimate it fits
+    with pytest.raises(ConstraintError, match="bytes per device"):
+        autopar.plan(
+            model, tight, constraints=[autopar.Force("data_parallel")], recompute="none", **options
+        )
+    first, *others = str(plan.report()).splitlines()
+    assert first.endswith("no known strategy fits as it is")
+    assert any("DDP" in line and "does not fit" in line for line in others)
+
+
 def test_a_report_holds_what_the_device_has_against_what_a_step_takes() -> None:
     for kind, name in (("cpu", "process grows by"), ("a100-80", "with fragmentation")):
         plan = planned(cluster(kind))

@@ -86,10 +86,14 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baselines:
-    """The known strategies that apply, by name, and the reasons against the others."""
+    """The known strategies that apply, by name, and the reasons against the others.
+
+    ``fitting_bytes``: see `autopar.plans.parts.SearchReport`.
+    """
 
     found: Mapping[str, Baseline]
     missing: Mapping[str, str]
+    fitting_bytes: float | None = None
 
     def executable(self) -> list[Candidate]:
         """The strategies, fastest first."""

@@ -283,6 +283,7 @@ class Fit:
             return fitted if is_compared else self._rival(option, fitted) or fitted
         within = option.estimated_bytes * available / needed
         self.ratios[option.estimate_key] = self.setting.budget_bytes / within
+        self.known.note_refused(option, within)
         self._refuse(
             option,
             f"would take {format_seconds(option.time_s)}, but needs {format_bytes(needed)} of "

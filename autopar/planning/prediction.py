@@ -189,6 +189,7 @@ def search_report(
             for name, known in baselines.found.items()
         },
         missing=dict(baselines.missing),
+        fitting_bytes=None if baselines.fitting_bytes is None else round(baselines.fitting_bytes),
         pipelines={name: nine_digits(time_s) for name, time_s in pipelines.items()},
         not_pipelines=dict(not_pipelines),
     )

@@ -6,6 +6,7 @@ place. They are priced when first asked for, since that takes as long as a searc
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from autopar.cost_models.update import OptimizerSpec
@@ -31,6 +32,7 @@ class KnownStrategies:
         self.lowering = lowering
         self.found: dict[int, Baselines] = {}
         self.tried: set[int] = set()
+        self.fitting_bytes: dict[int, float] = {}
 
     def baselines(self, option: Option) -> Baselines:
         """The known strategies, priced; none for a pipeline, as they have no stages."""
@@ -41,7 +43,15 @@ class KnownStrategies:
             self.setting.progress("price the known strategies")
             candidates = self.search.unrestricted[1, num]
             self.found[num] = price_baselines([c.priced for c in candidates], cheapest(candidates))
-        return self.found[num]
+        return replace(self.found[num], fitting_bytes=self.fitting_bytes.get(num))
+
+    def note_refused(self, option: Option, within_bytes: float) -> None:
+        """Note that an option needs more than there is, and would fit ``within_bytes`` of estimated
+        memory. Known strategies keep what the backward pass needs, and so compare with those that
+        do."""
+        if option.choice is None and not option.recomputes and option.movement is None:
+            num = option.combination.num_microbatches
+            self.fitting_bytes[num] = min(within_bytes, self.fitting_bytes.get(num, math.inf))
 
     def or_faster(self, option: Option) -> Option:
         """The option, or the fastest known strategy if that is faster."""

@@ -93,12 +93,12 @@ def _both(first: Alternative, second: Alternative) -> str:
 
 
 def _listed(plan: PlanFields) -> list[Alternative]:
-    search, usable = plan.search, plan.cluster.usable_memory_bytes
+    search, fitting_bytes = plan.search, _fitting_bytes(plan)
     found = []
     known_ones = search.baselines if plan.cluster.num_devices > 1 else {}  # one device: all equal
     for name, known in known_ones.items():
         is_same = _is_plan(plan, known.time_s, known.memory_bytes)
-        notes = [known.note, "" if known.memory_bytes <= usable else NO_FIT]
+        notes = [known.note, "" if known.memory_bytes <= fitting_bytes else NO_FIT]
         if name == MARKOV_CHAIN and notes[1]:
             notes = [NO_FIT]  # however long it was searched for
         found.append(
@@ -120,6 +120,12 @@ def _listed(plan: PlanFields) -> list[Alternative]:
         if place != chosen
     ]
     return found
+
+
+def _fitting_bytes(plan: PlanFields) -> int:
+    """The estimated memory up to which a known strategy is expected to fit."""
+    usable, found = plan.cluster.usable_memory_bytes, plan.search.fitting_bytes
+    return usable if found is None else min(usable, found)
 
 
 def _is_plan(plan: PlanFields, time_s: float, memory_bytes: int) -> bool:
@@ -162,7 +168,7 @@ def fastest_known(plan: PlanFields) -> Alternative | None:
         size = each.memory_bytes
         if size is None or each.name == USERS_NAMES[MARKOV_CHAIN]:
             continue
-        if size <= plan.cluster.usable_memory_bytes:
+        if size <= _fitting_bytes(plan):
             return each
     return None
 

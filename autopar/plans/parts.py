@@ -219,9 +219,11 @@ class SearchReport(_Struct, frozen=True):
     compared with theirs. ``considered`` maps each mesh to the time of its best strategy in seconds,
     ``baselines`` the known strategies to theirs (for a pipeline, the schedules of other systems,
     `autopar.planning.peers`), and ``missing`` those that do not apply to this model, batch or
-    number of devices to the reason. With ``schedule="auto"``, ``pipelines`` maps
-    each combination of stages, micro-batches and schedule to the time of its step in seconds, and
-    ``not_pipelines`` those that are impossible or do not fit to the reason.
+    number of devices to the reason. ``fitting_bytes`` is the estimated memory up to which a known
+    strategy is expected to fit, by one that was lowered and did not; None if there is none. With
+    ``schedule="auto"``, ``pipelines`` maps each combination of stages, micro-batches and schedule
+    to the time of its step in seconds, and ``not_pipelines`` those that are impossible or do not
+    fit to the reason.
     """
 
     status: str
@@ -233,6 +235,7 @@ class SearchReport(_Struct, frozen=True):
     missing: dict[str, str]
     pipelines: dict[str, float] = {}
     not_pipelines: dict[str, str] = {}
+    fitting_bytes: int | None = None
 
 
 class RecomputationPlan(_Struct, frozen=True):

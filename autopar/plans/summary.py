@@ -10,7 +10,12 @@ import re
 
 from autopar.base.units import format_bytes, format_seconds
 from autopar.cost_models.allocator import device_bytes
-from autopar.plans.alternatives import alternatives_section, fastest_known
+from autopar.plans.alternatives import (
+    NO_FIT,
+    alternatives,
+    alternatives_section,
+    fastest_known,
+)
 from autopar.plans.blocks import BlockGroup, block_groups, runs_of
 from autopar.plans.layout import WIDTH, Section, shortened, text_lines
 from autopar.plans.page import Page
@@ -49,7 +54,8 @@ def _headline(plan: PlanFields, name: str) -> str:
     parts.append(_memory_of_all(plan))
     known = fastest_known(plan)
     if known is None:
-        return ", ".join(parts)
+        none_fits = any(NO_FIT in each.note for each in alternatives(plan))
+        return ", ".join(parts) + "; no known strategy fits as it is" * none_fits
     other = re.sub(r" \([^)]*\)", "", known.name.split(", ")[0])
     ratio = known.time_s / p.step_time_s
     return f"{', '.join(parts)}; {ratio:.2f}x as fast as {other}"

@@ -404,7 +404,14 @@ def _fastest(plan: PlanFields) -> list[str]:
     mine = format_bytes(plan.search.estimated_bytes)
     theirs = format_bytes(known[name].memory_bytes)
     where = f"{name} on {known[name].mesh}"
-    return [f"fastest: {where}; estimated memory {theirs}, the plan's {mine}"]
+    found = [f"fastest: {where}; estimated memory {theirs}, the plan's {mine}"]
+    if plan.search.fitting_bytes is not None:
+        most = format_bytes(plan.search.fitting_bytes)
+        found.append(
+            f"those of more than {most} are not expected to fit: one that was counted needs more "
+            "than is estimated"
+        )
+    return found
 
 
 def _missing(plan: PlanFields) -> list[str]:
