@@ -17,8 +17,8 @@ from autopar.search import ilp
 from autopar.search.budget import reduce_within, report_least_budget, solve_with_budget
 from autopar.search.elimination import Program, best_program
 from autopar.search.exact import eliminate
+from autopar.search.linear import LinearSolverError
 from autopar.search.local_search import cheapest_choices, descend, frugal_choices, improve
-from autopar.search.mathopt import LinearSolverError
 from autopar.search.mcmc import McmcSolver
 from autopar.search.messages import Messages
 from autopar.search.problem import Method, Problem

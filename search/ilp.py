@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.search.mathopt import LinearProgram, LinearResult, solve_linear
+from autopar.search.linear import LinearProgram, LinearResult
+from autopar.search.linear_solver import solve_linear
 from autopar.search.problem import Array, Method, Problem
 from autopar.search.reduction import Reduction, reduce_problem
 from autopar.search.solver import OPTIMAL_GAP, Capability, Options, Progress

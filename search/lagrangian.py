@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.search.elimination import Program, best_program, compile_order
-from autopar.search.mathopt import LinearProgram, solve_linear
+from autopar.search.linear import LinearProgram
+from autopar.search.linear_solver import solve_linear
 from autopar.search.problem import Array, Problem
 from autopar.search.reduction import Reduction, compose
 from autopar.search.solver import Progress

@@ -1,8 +1,7 @@
-"""The adapter to OR-Tools MathOpt: linear and mixed-integer programs as arrays.
+"""The adapter to OR-Tools MathOpt, which solves the programs of `autopar.search.linear`.
 
-In: a ``LinearProgram`` of numpy arrays. Out: a ``LinearResult``. No other module of this package
-uses OR-Tools. The model is passed as one protocol buffer, which is much faster than adding
-variables one by one.
+No other module of this package uses OR-Tools. The model is passed as one protocol buffer, which is
+much faster than adding variables one by one.
 """
 
 from __future__ import annotations
@@ -15,51 +14,13 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
-from autopar.search.problem import Array, SearchError
-
-CONSTRAINT_SLACK = 2e-6
-"""More than a solution may break a constraint whose bound is 1."""
-
-
-class LinearSolverError(SearchError):
-    """The solver failed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearProgram:
-    """Minimise costs @ x with row_lower <= A x <= row_upper and lower <= x <= upper.
-
-    rows, columns, coefficients: the entries of A in any order, without duplicates. num_wanted: how
-    many of the first values are returned.
-    """
-
-    costs: Array
-    lower: Array
-    upper: Array
-    integer: Array
-    rows: Array
-    columns: Array
-    coefficients: Array
-    row_lower: Array
-    row_upper: Array
-    num_wanted: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearResult:
-    """values: the best solution, or None. bound: a lower bound on the cost; -inf if unknown."""
-
-    values: Array | None
-    cost: float
-    bound: float
-    optimal: bool
-    infeasible: bool
+from autopar.search.linear import LinearProgram, LinearResult, LinearSolverError
+from autopar.search.problem import Array
 
 
 class Stdout:
@@ -109,20 +70,16 @@ class Stdout:
 STDOUT = Stdout()
 
 
-def solve_linear(
+def solve(
     program: LinearProgram,
     *,
-    time_limit_s: float | None = None,
-    relaxed: bool = False,
-    hint: Array | None = None,
-    relative_gap: float = 0.0,
-    small: bool = False,
+    time_limit_s: float | None,
+    relaxed: bool,
+    hint: Array | None,
+    relative_gap: float,
+    small: bool,
 ) -> LinearResult:
-    """Solve with HiGHS; ``relaxed`` drops integrality; ``hint`` starts all variables.
-
-    small: use GLOP, for linear programs of a few columns, on which HiGHS sometimes stops with
-    "Unknown". Raises ``LinearSolverError`` if the solver fails.
-    """
+    """See `autopar.search.linear.solve_linear`."""
     model = mathopt.Model.from_model_proto(_proto(program, relaxed=relaxed))
     is_integer = bool(program.integer.any()) and not relaxed
     parameters = mathopt.SolveParameters(

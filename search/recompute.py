@@ -24,7 +24,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.search.mathopt import LinearProgram, solve_linear
+from autopar.search.linear import LinearProgram
+from autopar.search.linear_solver import solve_linear
 from autopar.search.problem import SearchError
 
 _TIE = 1e-6

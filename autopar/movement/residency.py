@@ -35,7 +35,8 @@ from autopar.movement.gaps import (
 )
 from autopar.movement.lifetimes import StepLifetimes
 from autopar.movement.plan import MovementPlan
-from autopar.search.mathopt import CONSTRAINT_SLACK, LinearProgram, LinearResult, solve_linear
+from autopar.search.linear import CONSTRAINT_SLACK, LinearProgram, LinearResult
+from autopar.search.linear_solver import solve_linear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from autopar.base.errors import InputError
 from autopar.frontend.capture import Captured
 from autopar.passes.batch_norm import BatchNorm, with_batch_norm
+from autopar.passes.expert_layers import with_expert_layers
 from autopar.passes.precision import with_stored_precision
 from autopar.passes.row_order import with_rows_in_order
 from autopar.sharding.microbatches import Microbatches, with_explicit_totals
@@ -68,5 +69,5 @@ def prepare(
     """A capture behind every pass; what is prepared already stays as it is."""
     if isinstance(captured, Prepared):
         return captured
-    captured = with_rows_in_order(with_stored_precision(captured))
+    captured = with_expert_layers(with_rows_in_order(with_stored_precision(captured)))
     return Prepared(with_batch_norm(captured, batch_norm))

@@ -129,6 +129,7 @@ class _Region:
         self.states: dict[int, State] = {}
         self.read_from: dict[int, int] = {}
         self.replaced: dict[int, list[Op]] = {sort.index: []}
+        self.experts: dict[Bins, int] = {}
         self.ops: list[Op] = []
         self.waiting: list[int] = []
 
@@ -350,8 +351,11 @@ class _Region:
 
     def _expert_of_rows(self, op: Op, bins: Bins) -> int:
         """The expert of each row in its own order; the last bin counts its upper end too."""
-        if not bins.has_end:
-            return self.ids
+        if bins not in self.experts:
+            self.experts[bins] = self._capped(op, bins) if bins.has_end else self.ids
+        return self.experts[bins]
+
+    def _capped(self, op: Op, bins: Bins) -> int:
         shape = self.values[self.ids].shape
         at_end = self._call(op, _ATEN.eq.Scalar, self.ids, bins.num, shape=shape, dtype=torch.bool)
         return self._call(

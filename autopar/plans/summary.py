@@ -32,6 +32,7 @@ from autopar.plans.text import (
 
 LINES = 40
 BLOCK_ROWS, LEAST_ALTERNATIVES, MOST_ALTERNATIVES = 7, 3, 9
+_NONE_FITS = "; no known strategy fits as it is"
 LEAST_S = 5e-8  # shorter times are not shown
 DETAILS = "all details: plan.report('full'); one module: plan.explain('NAME')"
 
@@ -41,8 +42,10 @@ def headline(plan: PlanFields) -> str:
 
     Such as ``FSDP over 8, 492 ms a step, 41% MFU, 61.00 of 79.00 GiB; 1.02x as fast as DDP``.
     """
-    text = _headline(plan, strategy_name(plan))
-    return text if len(text) <= WIDTH else _headline(plan, strategy_name(plan, short=True))
+    names = strategy_name(plan), strategy_name(plan, short=True)
+    texts = [_headline(plan, name) for name in names]
+    texts.append(texts[-1].removesuffix(_NONE_FITS))
+    return next((text for text in texts if len(text) <= WIDTH), texts[-1])
 
 
 def _headline(plan: PlanFields, name: str) -> str:
@@ -55,7 +58,7 @@ def _headline(plan: PlanFields, name: str) -> str:
     known = fastest_known(plan)
     if known is None:
         none_fits = any(NO_FIT in each.note for each in alternatives(plan))
-        return ", ".join(parts) + "; no known strategy fits as it is" * none_fits
+        return ", ".join(parts) + _NONE_FITS * (none_fits and not plan.is_pipeline)
     other = re.sub(r" \([^)]*\)", "", known.name.split(", ")[0])
     ratio = known.time_s / p.step_time_s
     return f"{', '.join(parts)}; {ratio:.2f}x as fast as {other}"

@@ -7,14 +7,13 @@ are sorted by expert.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import autopar.ir.routed_product  # noqa: F401 - defines the operator
 from autopar.comm.ops import ALL_TO_ALL, with_gradient
 from autopar.cost_models.calls import OpCall, TensorSpec
 from autopar.cost_models.matrix_work import product
@@ -22,6 +21,7 @@ from autopar.cost_models.work import MatrixShape, OpWork, Work
 from autopar.ir.choice import EXPERTS, ROWS_AND_EXPERTS, Choice
 from autopar.ir.graph import Op, Value
 from autopar.ir.mesh import Mesh
+from autopar.ir.routed_product import ROUTED_PRODUCT
 from autopar.ir.row_exchange import MOST_ROWS, PACK_NUMBERS, PACK_ROWS, UNPACK_ROWS
 from autopar.rules.context import LocalContext
 from autopar.rules.derivative import KEEPS_FACTORS
@@ -30,6 +30,7 @@ from autopar.rules.registry import register
 from autopar.rules.space import Space, SpaceBuilder, layout
 
 Outputs = Sequence[Value | None]
+_PRODUCT = str(ROUTED_PRODUCT)
 
 
 # --- rows in any order ---------------------------------------------------------------------
@@ -40,20 +41,27 @@ def _routed_local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str
     """
     x, weight, expert = args
     if context.num_shards(ROWS_AND_EXPERTS) > 1:
-        return _exchanged(context, x, weight, expert)
-    if context.is_padded(EXPERTS):  # the padding is no expert
-        expert = torch.where(expert < context.space.sizes[EXPERTS], expert, -1)
-    if context.num_shards(EXPERTS) > 1:
-        expert = expert - context.shard_start(expert, EXPERTS)
-    result: Tensor = context.op.target(x, weight, expert)
+        return exchanged(
+            context, x, expert, weight.shape[0],
+            lambda rows, numbers: context.op.target(rows, weight, numbers),
+        )  # fmt: skip
+    result: Tensor = context.op.target(x, weight, own_experts(context, expert))
     return result
 
 
-def _exchanged(context: LocalContext, x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
-    """The product where the axes that split the rows split the experts too."""
+def exchanged(
+    context: LocalContext,
+    x: Tensor,
+    expert: Tensor,
+    num_local: int,
+    compute: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """What ``compute`` makes of rows and the numbers of their experts, on the experts' devices.
+
+    The axes that split the rows split the experts too, ``num_local`` on each device.
+    """
     axes = context.axes_of(ROWS_AND_EXPERTS)
     num, label = context.mesh.size(axes), context.mesh.axes_label(axes)
-    num_local = weight.shape[0]
 
     def there(packed: Tensor) -> Tensor:
         found: Tensor = ALL_TO_ALL(packed, label, num, 1, 1, 0, 1)
@@ -66,13 +74,21 @@ def _exchanged(context: LocalContext, x: Tensor, weight: Tensor, expert: Tensor)
     most = context.all_reduce_max(MOST_ROWS(expert, num, num_local), axes)
     rows = with_gradient(PACK_ROWS(x, expert, most, num, num_local), there, back)
     numbers = there(PACK_NUMBERS(expert, most, num, num_local))
-    out = context.op.target(rows.squeeze(0), weight, numbers.squeeze(0))
-    out = with_gradient(out.unsqueeze(0), back, there)
-    result: Tensor = UNPACK_ROWS(out, expert, most, num_local)
+    out = compute(rows.squeeze(0), numbers.squeeze(0)).unsqueeze(0)
+    result: Tensor = UNPACK_ROWS(with_gradient(out, back, there), expert, most, num_local)
     return result
 
 
-def _most(num_rows: float, num: int) -> int:
+def own_experts(context: LocalContext, expert: Tensor) -> Tensor:
+    """The experts of rows as a device counts its own, where experts are split alone."""
+    if context.is_padded(EXPERTS):  # the padding is no expert
+        expert = torch.where(expert < context.space.sizes[EXPERTS], expert, -1)
+    if context.num_shards(EXPERTS) > 1:
+        expert = expert - context.shard_start(expert, EXPERTS)
+    return expert
+
+
+def most_rows(num_rows: float, num: int) -> int:
     """The most rows that one of ``num`` gets, of ``num_rows`` on average.
 
     For rows that choose at random, ``sqrt(2 num_rows ln(num))`` more than the average.
@@ -80,17 +96,17 @@ def _most(num_rows: float, num: int) -> int:
     return math.ceil(num_rows + math.sqrt(2 * num_rows * math.log(num)))
 
 
-def _routed_collectives(
+def exchanges(
     op: Op, space: Space, choice: Choice, mesh: Mesh, inputs: Sequence[Value]
 ) -> tuple[InternalCollective, ...]:
-    """The exchanges of rows and of their results, forward and backward."""
+    """The exchanges of rows, the first operand, and of their results, forward and backward."""
     axes = choice.axes_of(ROWS_AND_EXPERTS)
     num = mesh.size(axes)
     if num == 1:
         return ()
-    x, _, expert = inputs
+    x, expert = inputs[0], inputs[-1]
     rows = expert.shape[0] / mesh.size((*axes, *choice.axes_of("t")))
-    packed = num * _most(rows / num, num * num)
+    packed = num * most_rows(rows / num, num * num)
     there, back = (
         InternalCollective(
             kind="all_to_all",
@@ -109,34 +125,57 @@ def _routed_collectives(
 def _routed_kernels(
     op: Op, space: Space, choice: Choice, mesh: Mesh, plain: OpCall
 ) -> tuple[LocalCall, ...] | None:
-    """The calls for split experts: a product of the rows of this device's experts.
-
-    They are among the rows of all, or have been packed and are unpacked. The slowest device has the
-    most rows.
-    """
+    """The calls for split experts. The slowest device has the most rows."""
     x, weight, expert = plain.tensors()
     both, num = mesh.size(choice.axes_of(ROWS_AND_EXPERTS)), mesh.size(choice.axes_of(EXPERTS))
     if both > 1:
-        most = _most(expert.shape[0], both)
-        rows = replace(x, shape=(most, x.shape[1]))
-        routed = OpCall(plain.target, (rows, weight, replace(expert, shape=(most,))))
-        places = TensorSpec((most,), torch.int64)
-        out = TensorSpec((most, weight.shape[2]), x.dtype, None, x.requires_grad)
-        moves = [OpCall("aten.index.Tensor", (moved, (places,))) for moved in (rows, out)]
-        return tuple(LocalCall(call=call, phase=Phase.BOTH) for call in (*moves, routed))
-    if num == 1:
+        rows, numbers = packed(x, expert, both)
+        routed = OpCall(plain.target, (rows, weight, numbers))
+        calls = (*moves(rows), routed, *moves(product_of(rows, weight, numbers)))
+    elif num > 1:
+        calls = own_products(x, weight, expert, num)
+    else:
         return None
+    return tuple(LocalCall(call=call, phase=Phase.BOTH) for call in calls)
+
+
+def packed(x: TensorSpec, expert: TensorSpec, num: int) -> tuple[TensorSpec, TensorSpec]:
+    """The rows of a device's experts, and their numbers, with ``num`` devices in a group."""
+    most = most_rows(expert.shape[0], num)
+    return replace(x, shape=(most, x.shape[1])), replace(expert, shape=(most,))
+
+
+def moves(rows: TensorSpec) -> tuple[OpCall, ...]:
+    """Rows laid out for their devices, or put back."""
+    places = TensorSpec(rows.shape[:1], torch.int64)
+    return (OpCall("aten.index.Tensor", (rows, (places,))),)
+
+
+def product_of(x: TensorSpec, weight: TensorSpec, expert: TensorSpec) -> TensorSpec:
+    """The result of a product."""
+    has_gradient = x.requires_grad or weight.requires_grad
+    return TensorSpec((expert.shape[0], weight.shape[2]), x.dtype, None, has_gradient)
+
+
+def own_products(
+    x: TensorSpec, weight: TensorSpec, expert: TensorSpec, num: int
+) -> tuple[OpCall, ...]:
+    """The product of the rows, among those of all, that one of ``num`` devices has experts for."""
+    if num == 1:
+        return (OpCall(_PRODUCT, (x, weight, expert)),)
     repeats = max(1, expert.shape[0] // max(1, x.shape[0]))
-    most = min(expert.shape[0], _most(expert.shape[0] / num, num))
+    most = min(expert.shape[0], most_rows(expert.shape[0] / num, num))
     num_rows = max(1, math.ceil(most / repeats))
     own = replace(expert, shape=(num_rows * repeats,))
-    routed = OpCall(plain.target, (replace(x, shape=(num_rows, x.shape[1])), weight, own))
-    out = TensorSpec((expert.shape[0], weight.shape[2]), x.dtype, None, x.requires_grad)
-    others = OpCall("aten.where.ScalarOther", (TensorSpec((out.shape[0], 1), torch.bool), out, 0))
-    return tuple(LocalCall(call=call, phase=Phase.BOTH) for call in (routed, others))
+    out = product_of(x, weight, expert)
+    is_other = TensorSpec((out.shape[0], 1), torch.bool)
+    return (
+        OpCall(_PRODUCT, (replace(x, shape=(num_rows, x.shape[1])), weight, own)),
+        OpCall("aten.where.ScalarOther", (is_other, out, 0)),
+    )
 
 
-def _routed_work(call: OpCall) -> OpWork:
+def routed_work(call: OpCall) -> OpWork:
     """A product of every row, and the gathering and scattering of rows by expert."""
     x, weight, expert = call.tensors()
     sizes = MatrixShape(m=expert.shape[0], n=weight.shape[2], k=x.shape[1])
@@ -153,12 +192,12 @@ def _routed_work(call: OpCall) -> OpWork:
 
 
 @register(
-    "autopar.routed_product.default",
+    _PRODUCT,
     lower=_routed_local,
-    collectives=_routed_collectives,
+    collectives=exchanges,
     kernels=_routed_kernels,
     keeps=KEEPS_FACTORS,
-    work=_routed_work,
+    work=routed_work,
 )
 def routed_product_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``x[t, k] w[e, k, n]`` for the ``r`` experts of each row: ``[(t, r), n]``.

@@ -97,9 +97,9 @@ class SpaceBuilder:
         """Add one dimension per size; returns their names, ``prefix0``, ``prefix1``, ..."""
         return tuple(self.dim(f"{prefix}{i}", size) for i, size in enumerate(sizes))
 
-    def whole(self, size: int) -> str:
+    def whole(self, size: int, name: str | None = None) -> str:
         """Add a dimension that cannot be split; returns its name."""
-        name = self.dim(f"w{len(self.kept_whole)}", size)
+        name = self.dim(f"w{len(self.kept_whole)}" if name is None else name, size)
         self.kept_whole.add(name)
         return name
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
+from autopar.ir.routed_layers import Between, Operand
 from tests.rules.op_cases import BOOL, SIZES, SMALL, Draw, New, broadcast, case, dim_of, shape_of
 
 
@@ -133,6 +134,32 @@ def routed_product(draw: Draw, new: New):
     t, e, r = draw(SIZES), draw(st.integers(1, 6)), draw(st.integers(1, 3))
     k, n = draw(SIZES), draw(SIZES)
     return new(t, k), new(e, k, n), new.index(e, t * r)
+
+
+@case("autopar.routed_layers.default")
+def routed_layers(draw: Draw, new: New):
+    t, e, r = draw(SIZES), draw(st.integers(1, 6)), draw(st.integers(1, 3))
+    k, m, n = draw(SIZES), draw(SIZES), draw(SIZES)
+    gated = Between(
+        (
+            ("part", (Operand(0), 2, 0), {}),
+            ("part", (Operand(0), 2, 1), {}),
+            ("aten.gelu.default", (Operand(1),), {"approximate": "tanh"}),
+            ("aten.mul.Tensor", (Operand(3), Operand(2)), {}),
+        ),
+        4 * m,
+    )
+    two = Between(
+        (
+            ("aten.cos.default", (Operand(0),), {}),  # not zero at zero
+            ("aten.mul.Tensor", (Operand(2), Operand(1)), {}),
+            ("aten.add.Tensor", (Operand(3), 0.5), {}),
+        ),
+        5 * m,
+    )
+    between, widths = draw(st.sampled_from([(gated, (2 * m,)), (two, (m, m))]))
+    first = [new(e, k, width) for width in widths]
+    return new(t, k), first, new(e, m, n), new.index(e, t * r), between.to_text()
 
 
 @case("aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input")

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 
 from autopar.search import Status, solve
 from autopar.search.ilp import Formulation
-from autopar.search.mathopt import LinearProgram, solve_linear
+from autopar.search.linear import LinearProgram
+from autopar.search.linear_solver import solve_linear
 from tests.search.search_problems import authors_problem, problems
 
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from autopar.base.errors import MovementError
 from autopar.movement.pinning.problem import Pinning, PinningProblem
-from autopar.search.mathopt import CONSTRAINT_SLACK, LinearProgram, LinearResult, solve_linear
+from autopar.search.linear import CONSTRAINT_SLACK, LinearProgram, LinearResult
+from autopar.search.linear_solver import solve_linear
 
 
 def pin_by_program(
