@@ -154,8 +154,10 @@ def worker(arguments: argparse.Namespace) -> None:
     setup = Setup(device, arguments.precision, arguments.profile_limit_s)
     make = one_process if dist.get_world_size() == 1 else several_processes
     contenders, ours = make(case, arguments.kernels, setup)
+    failed = warmed_up(contenders, ours)
     times = timed(contenders, arguments.rounds, arguments.turn)
     made = row(case, times, {name: contenders[name] for name in ours}, arguments.precision)
+    made |= {"failed": failed} if failed else {}
     if dist.get_rank() == 0:
         arguments.out.write_text(json.dumps(made))
     dist.barrier()
@@ -320,13 +322,30 @@ def requested_bytes(device: torch.device) -> int:
     return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
 
 
+def warmed_up(contenders: dict[str, Step], ours: Sequence[str]) -> dict[str, str]:
+    """Run the first steps of each; takes out the peers that fail on any rank, with their errors."""
+    failed: dict[str, str] = {}
+    for name, step in list(contenders.items()):
+        error = ""
+        try:
+            for _ in range(WARM_UP):
+                step()
+        except Exception as caught:
+            if name in ours:
+                raise
+            error = f"{type(caught).__name__}: {caught}".splitlines()[0]
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, error)
+        if any(told):
+            failed[name] = next(filter(None, told))
+            del contenders[name]
+    return failed
+
+
 def timed(
     contenders: dict[str, Step], rounds: int, turn: Path | None = None
 ) -> dict[str, list[float]]:
     """Seconds of each round's step of each contender, on the slowest rank, from its ``turn`` on."""
-    for step in contenders.values():
-        for _ in range(WARM_UP):
-            step()
     if turn is not None:
         turn.with_suffix(".ready").touch()
         while not turn.exists():
@@ -386,6 +405,8 @@ def show(made: dict[str, Any]) -> None:
                 f"(round by round {each['median_of_rounds']:.3f})",
                 flush=True,
             )
+    for name, error in made.get("failed", {}).items():
+        print(f"    {name} failed: {error}", flush=True)
     for own, each in made["predicted"].items():
         counted = each.get("counted_tensor_bytes", math.nan)
         print(

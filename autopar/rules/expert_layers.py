@@ -101,10 +101,15 @@ def _kept_inside(op: Op, out: Value) -> float:
 
 
 @functools.cache
-def _keeps_zeros(between: str, parts: tuple[int, ...]) -> bool:
-    """Whether rows, or columns, of zeros are zeros after what is between the products."""
-    found = Between.of_text(between)([torch.zeros(1, num) for num in parts])
-    return bool((found == 0).all())
+def _at_zeros(between: str, parts: tuple[int, ...]) -> tuple[bool, bool]:
+    """What is between the products, of rows or columns of zeros: whether it and its gradients are
+    finite, and whether it is zero."""
+    zeros = [torch.zeros(1, num, device="cpu", requires_grad=True) for num in parts]
+    with torch.enable_grad():
+        found = Between.of_text(between)(zeros)
+        gradients = torch.autograd.grad(found.sum(), zeros, allow_unused=True)
+    is_finite = all(bool(x.isfinite().all()) for x in (found, *gradients) if x is not None)
+    return is_finite, bool((found == 0).all())
 
 
 @register(
@@ -129,7 +134,7 @@ def routed_layers_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Sp
     r = builder.whole(expert[0] // max(1, x[0]))
     parts = tuple(weight[2] // max(1, second[1]) for weight in first)
     a = builder.dim(ROWS_AND_EXPERTS, math.gcd(x[0], second[0]))
-    same = _keeps_zeros(op.args[4], parts)
+    is_finite, is_zero = _at_zeros(op.args[4], parts)
     return builder.build(
         [
             layout(t, k),
@@ -140,8 +145,8 @@ def routed_layers_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Sp
         [layout((t, r), n)],
         sums=frozenset({m, e}),
         plain=frozenset({e, a}),
-        padded=(t, m),
-        clean=(e, n, t, m) if same else (e, n),
+        padded=(t, m) if is_finite else (),
+        clean=(e, n, t, m) if is_finite and is_zero else (e, n),
         joint={a: (t, e)},
         anchor=True,
     )

@@ -122,6 +122,7 @@ FUSED: dict[str, dict[str, Any]] = {
     "thirds": {"gate": thirds, "num_parts": 3},
     "none": {"gate": lambda rows: rows, "num_parts": 1},
     "not zero at zero": {"gate": torch.cos, "num_parts": 1},
+    "steep at zero": {"gate": lambda rows: rows.abs().sqrt(), "num_parts": 1},
     "two matrices": {"gate": two, "num_parts": 1, "num_first": 2},
 }
 
