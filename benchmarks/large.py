@@ -1,11 +1,12 @@
-"""Large models planned jointly and offline: Llama-3 on 8 to 512 H100, GPT-3 175B on 1,024 A100.
+"""Large models planned jointly and offline, dense ones and mixtures of experts, on 8 to 2,048 GPUs.
 
 Run: ``python benchmarks/large.py [words of the cases' titles]``. Each case runs in a process of its
 own: the model's shapes on the meta device, ``schedule="auto"``, nothing fixed. Prints and writes
 ``benchmarks/results/large.json``: wall and processor seconds by part, peak memory of the process
 (targets: 60 s, 4 GB, two cores), the plan with its predicted throughput, model FLOP utilization and
 memory, and the other combinations with their times or the reasons against them. Results that others
-reported for the same models are quoted with their source, not run here.
+reported for the same models are quoted with their source, not run here. Nothing was tuned on a case
+that is held out.
 
 Beside the plan, at the same prices: what experts set up by hand (`large_experts.py`). The script
 fails if one of them that fits is predicted faster than the plan.
@@ -48,6 +49,7 @@ class Case:
     reported: str
     precision: str | None = None
     experts: tuple[Expert, ...] = ()
+    held_out: bool = False
 
 
 def gpt3() -> Any:
@@ -70,6 +72,33 @@ def llama_3_70b() -> Any:
 def llama_3_8b() -> Any:
     """Llama-3-8B."""
     return _llama(32, 4096, 32, 14336)
+
+
+def mixtral_8x7b() -> Any:
+    """Mixtral-8x7B, the default of its configuration."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(MixtralConfig(use_cache=False))
+
+
+def deepseek_v3() -> Any:
+    """DeepSeek-V3, the default of its configuration: 61 layers, 256 experts."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    return DeepseekV3ForCausalLM(DeepseekV3Config(use_cache=False))
+
+
+def qwen3_235b() -> Any:
+    """Qwen3-235B-A22B: 94 layers, 128 experts."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            num_hidden_layers=94, hidden_size=4096, num_attention_heads=64, num_key_value_heads=4,
+            head_dim=128, moe_intermediate_size=1536, num_experts=128, num_experts_per_tok=8,
+            use_cache=False,
+        )
+    )  # fmt: skip
 
 
 def _llama(num_layers: int, hidden_size: int, num_heads: int, intermediate_size: int) -> Any:
@@ -117,6 +146,21 @@ CASES = (
         make=llama_3_70b, preset="h100-sxm", nodes=64, rows=512, columns=8192,
         reported="Llama 3, Dubey et al., 2024: 38 to 43% for 405B on 8,192 to 16,384 H100",
     ),
+    Case(
+        title="Mixtral-8x7B, 64 H100, 256 x 4,096 tokens",
+        make=mixtral_8x7b, preset="h100-sxm", nodes=8, rows=256, columns=4096,
+        reported="nothing quoted",
+    ),
+    Case(
+        title="DeepSeek-V3, 2,048 H100, 4,096 x 4,096 tokens",
+        make=deepseek_v3, preset="h100-sxm", nodes=256, rows=4096, columns=4096,
+        reported="nothing quoted",
+    ),
+    Case(
+        title="Qwen3-235B-A22B, 512 H100, 1,024 x 4,096 tokens",
+        make=qwen3_235b, preset="h100-sxm", nodes=64, rows=1024, columns=4096,
+        reported="nothing quoted", held_out=True,
+    ),
 )  # fmt: skip
 
 
@@ -146,6 +190,7 @@ def plan_case(index: int) -> dict[str, Any]:
     return {
         "case": case.title,
         "reported": case.reported,
+        "held_out": case.held_out,
         **_costs(marks),
         **_described(plan),
         "experts": [_planned(expert, prepared, cluster, precision) for expert in case.experts],
@@ -265,9 +310,10 @@ def _counts(plan: Any, heading: str) -> dict[str, str]:
 
 
 def _print(row: dict[str, Any]) -> None:
+    held = " (held out)" if row.get("held_out") else ""
     print(
-        f"{row['case']}: planned in {row['total_wall_s']} s ({row['total_cpu_s']} s of processor "
-        f"time), {row['peak_bytes'] / 1e9:.2f} GB"
+        f"{row['case']}{held}: planned in {row['total_wall_s']} s ({row['total_cpu_s']} s of "
+        f"processor time), {row['peak_bytes'] / 1e9:.2f} GB"
     )
     for name, part in row["parts"].items():
         print(f"  {name}: {part}")

@@ -7,6 +7,7 @@
 Each case starts its processes once. In every process all contenders hold their own copy of the same
 model and optimizer; each round runs one step of each, in a new order, after a barrier, so that
 other load on the machine affects all of them alike. A step's time is that of the slowest rank.
+A peer that fails is left out, with its error.
 Prints and writes to benchmarks/results/runtime.json medians, and ours over each peer's, also by
 round; rows of other cases stay. Models held out are listed apart. ``--kernels``: how our blocks
 run, one contender for each; peers run eagerly and compiled. ``--precision bf16``: peers under

@@ -22,7 +22,9 @@ from autopar.ir.graph import Value, ValueKind
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R, S, V, is_valid
 from autopar.lowering.program import lower
+from autopar.lowering.training import lower_training
 from autopar.lowering.types import ParameterProgram, RankProgram
+from autopar.passes.prepare import Prepared
 from autopar.rules import enumerate_choices
 from autopar.sharding.strategy import Analysis, Assignment, Strategy
 from autopar.testing.lockstep import LockstepRun, gather
@@ -140,6 +142,23 @@ def train_program(
         },
         buffers={b.name: run.buffers[b.value][-1] for b in program.buffers},
     )
+
+
+def assert_trains_as_eager(
+    model: nn.Module,
+    batches: Sequence[dict[str, Tensor]],
+    prepared: Prepared,
+    make_optimizer: MakeOptimizer,
+    meshes: Sequence[tuple[Mesh, int]],
+) -> None:
+    """Train under a random strategy on each mesh with its number of micro-batches, in lockstep."""
+    expected = reference_steps(model, batches, make_optimizer)
+    for seed, (mesh, num) in enumerate(meshes):
+        analysis = prepared.cut(num).analysis
+        strategy = Strategy(analysis, random_assignment(analysis, mesh, seed))
+        program = lower_training(strategy, num)
+        got = train_program(program, prepared.captured, state_of(model), batches, make_optimizer)
+        assert_same(got, expected, tolerance=1e-5)
 
 
 def _whole_gradients(

@@ -1,9 +1,9 @@
-"""Layers of experts: products with the weights of each row's expert, an activation, a product.
+"""A layer of experts as one op: products with the weights of each row's expert, and an activation.
 
 ``routed_layers(x[t, k], [first[e, k, h * m], ...], second[e, m, n], expert[t * r], between)`` is
-``[t * r, n]``: `autopar.ir.routed_product` of ``x`` with each of the first weights, what `Between`
-makes of them, and the product of that with the second weights. As one op, a layer moves its rows
-to the devices of their experts and back once, not once for each product.
+``[t * r, n]``: `autopar.ir.routed_product` of ``x`` with each of the first weights, the activation
+`Between`, and its product with the second weights. As one op, a layer sends its rows to the devices
+of their experts and back once, not once for each product.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Between:
     def __call__(self, operands: Sequence[Any], call: Callable[..., Any] | None = None) -> Any:
         """The result for matrices, or for what ``call(name, *args, **kwargs)`` computes with.
 
-        All parts of a matrix are taken at once: no gradient is then as large as a trace was.
+        All parts of a matrix come from one call. The gradient of a single part would be padded with
+        zeros for as many rows as the trace had, and that number varies from step to step.
         """
         values, parts, call = list(operands), dict[tuple[int, int], Any](), call or _called
         for name, args, kwargs in self.calls:
@@ -89,8 +90,8 @@ def _called(name: str, *args: Any, **kwargs: Any) -> Any:
     if name == PART:
         matrix, num = args
         return matrix.chunk(num, -1)
-    namespace, op, overload = name.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), op), overload)(*args, **kwargs)
+    target: Any = functools.reduce(getattr, name.split("."), torch.ops)
+    return target(*args, **kwargs)
 
 
 def routed_layers(

@@ -1,8 +1,9 @@
-"""Products of one layer of experts, and what is between them, as one op.
+"""Fuses the products of a layer of experts, and the activation between them, into one op.
 
 In: a graph in which rows are in their own order (`autopar.passes.row_order`). Out: the graph with
-`autopar.ir.routed_layers` in place of a product, and of those that it reads with the same experts,
-where all between is element by element, or parts of columns, and used for nothing else.
+`autopar.ir.routed_layers` in place of a product and the products with the same experts that it
+reads, if only element-wise ops and equal parts of columns are in between, and nothing else reads
+them.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def _region(uses: _Uses, hidden: int, expert: int, width: int) -> list[Op] | Non
 
 
 def _between(values: Sequence[Value], first: Sequence[Op], inside: Sequence[Op]) -> Between:
-    """What the last op ``inside`` computes from the results of the ``first`` products."""
+    """The function from the results of the ``first`` products to the last result ``inside``."""
     numbers: dict[int | None, int] = {op.outputs[0]: i for i, op in enumerate(first)}
     calls: list[Call] = []
 

@@ -27,7 +27,7 @@ from autopar.rules.derivative import Keeps, Operands
 from autopar.rules.experts import (
     exchanged,
     exchanges,
-    moves,
+    move_of,
     own_experts,
     own_products,
     packed,
@@ -54,7 +54,7 @@ def _local(context: LocalContext, args: tuple[Any, ...], kwargs: dict[str, Any])
 def _kernels(
     op: Op, space: Space, choice: Choice, mesh: Mesh, plain: OpCall
 ) -> tuple[LocalCall, ...]:
-    """The products, what is between them, and the moves of rows to other devices and back."""
+    """The products, the activation between them, and the packing and unpacking of rows."""
     both, num = mesh.size(choice.axes_of(ROWS_AND_EXPERTS)), mesh.size(choice.axes_of(EXPERTS))
     return tuple(LocalCall(call=call, phase=Phase.BOTH) for call in _calls(plain, both, num))
 
@@ -63,7 +63,7 @@ def _calls(plain: OpCall, both: int, num: int) -> list[OpCall]:
     """The calls on a device that shares rows and experts with ``both``, or experts with ``num``."""
     x, first, second, expert, between = plain.args
     rows, numbers = packed(x, expert, both) if both > 1 else (x, expert)
-    calls = [*moves(rows)] if both > 1 else []
+    calls = [move_of(rows)] if both > 1 else []
     hidden = []
     for weight in first:
         calls += own_products(rows, weight, numbers, num)
@@ -72,19 +72,21 @@ def _calls(plain: OpCall, both: int, num: int) -> list[OpCall]:
     def called(name: str, *args: Any, **kwargs: Any) -> Any:
         if name == PART:
             matrix, num_parts = args
-            rows, columns = matrix.shape
-            return (replace(matrix, shape=(rows, columns // num_parts)),) * num_parts
+            shape = matrix.shape[0], matrix.shape[1] // num_parts
+            return (replace(matrix, shape=shape),) * num_parts
         calls.append(call := OpCall.of(name, args, kwargs))
         has_gradient = any(spec.requires_grad for spec in call.tensors())
         return replace(outputs(call)[0], stride=None, requires_grad=has_gradient)
 
     inner = Between.of_text(between)(hidden, called)
     calls += own_products(inner, second, numbers, num)
-    return [*calls, *moves(product_of(inner, second, numbers))] if both > 1 else calls
+    if both > 1:
+        calls.append(move_of(product_of(inner, second, numbers)))
+    return calls
 
 
 def _work(call: OpCall) -> OpWork:
-    """That of the calls on one device."""
+    """The sum of the work of its calls on one device."""
     found = [work(each) for each in _calls(call, 1, 1)]
     return OpWork(
         family=Family.MATMUL,
@@ -102,8 +104,10 @@ def _kept_inside(op: Op, out: Value) -> float:
 
 @functools.cache
 def _at_zeros(between: str, parts: tuple[int, ...]) -> tuple[bool, bool]:
-    """What is between the products, of rows or columns of zeros: whether it and its gradients are
-    finite, and whether it is zero."""
+    """Whether the activation and its gradients are finite at zero, and whether it is zero there.
+
+    Padded rows and columns are zeros.
+    """
     zeros = [torch.zeros(1, num, device="cpu", requires_grad=True) for num in parts]
     with torch.enable_grad():
         found = Between.of_text(between)(zeros)

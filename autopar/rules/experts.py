@@ -56,7 +56,7 @@ def exchanged(
     num_local: int,
     compute: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """What ``compute`` makes of rows and the numbers of their experts, on the experts' devices.
+    """Send rows to the devices of their experts, ``compute(rows, experts)`` there, and send back.
 
     The axes that split the rows split the experts too, ``num_local`` on each device.
     """
@@ -88,7 +88,7 @@ def own_experts(context: LocalContext, expert: Tensor) -> Tensor:
     return expert
 
 
-def most_rows(num_rows: float, num: int) -> int:
+def _most(num_rows: float, num: int) -> int:
     """The most rows that one of ``num`` gets, of ``num_rows`` on average.
 
     For rows that choose at random, ``sqrt(2 num_rows ln(num))`` more than the average.
@@ -106,7 +106,7 @@ def exchanges(
         return ()
     x, expert = inputs[0], inputs[-1]
     rows = expert.shape[0] / mesh.size((*axes, *choice.axes_of("t")))
-    packed = num * most_rows(rows / num, num * num)
+    packed = num * _most(rows / num, num * num)
     there, back = (
         InternalCollective(
             kind="all_to_all",
@@ -131,9 +131,9 @@ def _routed_kernels(
     if both > 1:
         rows, numbers = packed(x, expert, both)
         routed = OpCall(plain.target, (rows, weight, numbers))
-        calls = (*moves(rows), routed, *moves(product_of(rows, weight, numbers)))
+        calls = [move_of(rows), routed, move_of(product_of(rows, weight, numbers))]
     elif num > 1:
-        calls = own_products(x, weight, expert, num)
+        calls = [*own_products(x, weight, expert, num)]
     else:
         return None
     return tuple(LocalCall(call=call, phase=Phase.BOTH) for call in calls)
@@ -141,14 +141,14 @@ def _routed_kernels(
 
 def packed(x: TensorSpec, expert: TensorSpec, num: int) -> tuple[TensorSpec, TensorSpec]:
     """The rows of a device's experts, and their numbers, with ``num`` devices in a group."""
-    most = most_rows(expert.shape[0], num)
+    most = _most(expert.shape[0], num)
     return replace(x, shape=(most, x.shape[1])), replace(expert, shape=(most,))
 
 
-def moves(rows: TensorSpec) -> tuple[OpCall, ...]:
-    """Rows laid out for their devices, or put back."""
+def move_of(rows: TensorSpec) -> OpCall:
+    """The packing of rows for their devices, or their unpacking."""
     places = TensorSpec(rows.shape[:1], torch.int64)
-    return (OpCall("aten.index.Tensor", (rows, (places,))),)
+    return OpCall("aten.index.Tensor", (rows, (places,)))
 
 
 def product_of(x: TensorSpec, weight: TensorSpec, expert: TensorSpec) -> TensorSpec:
@@ -164,7 +164,7 @@ def own_products(
     if num == 1:
         return (OpCall(_PRODUCT, (x, weight, expert)),)
     repeats = max(1, expert.shape[0] // max(1, x.shape[0]))
-    most = min(expert.shape[0], most_rows(expert.shape[0] / num, num))
+    most = min(expert.shape[0], _most(expert.shape[0] / num, num))
     num_rows = max(1, math.ceil(most / repeats))
     own = replace(expert, shape=(num_rows * repeats,))
     out = product_of(x, weight, expert)
@@ -175,7 +175,7 @@ def own_products(
     )
 
 
-def routed_work(call: OpCall) -> OpWork:
+def _routed_work(call: OpCall) -> OpWork:
     """A product of every row, and the gathering and scattering of rows by expert."""
     x, weight, expert = call.tensors()
     sizes = MatrixShape(m=expert.shape[0], n=weight.shape[2], k=x.shape[1])
@@ -197,7 +197,7 @@ def routed_work(call: OpCall) -> OpWork:
     collectives=exchanges,
     kernels=_routed_kernels,
     keeps=KEEPS_FACTORS,
-    work=routed_work,
+    work=_routed_work,
 )
 def routed_product_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``x[t, k] w[e, k, n]`` for the ``r`` experts of each row: ``[(t, r), n]``.

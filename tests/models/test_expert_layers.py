@@ -22,7 +22,14 @@ from autopar.ir.routed_product import routed_product
 from autopar.lowering.training import lower_training
 from autopar.passes.prepare import Prepared, prepare
 from autopar.sharding.strategy import Strategy
-from tests.oracles import assert_same, random_assignment, reference_steps, state_of, train_program
+from tests.oracles import (
+    assert_same,
+    assert_trains_as_eager,
+    random_assignment,
+    reference_steps,
+    state_of,
+    train_program,
+)
 
 TOKENS, WIDTH, INNER, EXPERTS, TOP = 16, 8, 12, 4, 2
 Gate = Callable[[Tensor], Tensor]
@@ -132,16 +139,8 @@ def test_a_layer_is_one_op_and_trains_as_eager(case: str) -> None:
     model, batches = Experts(**FUSED[case]), [batch(0), batch(1)]
     prepared = prepare(capture(model, batches[0]))
     assert routed(prepared.captured.graph) == ["routed_layers"]
-    expected = reference_steps(model, batches, make_optimizer)
     meshes = [(Mesh(("x",), (2,)), 2), (Mesh(("x",), (3,)), 1), (Mesh(("x", "y"), (2, 2)), 1)]
-    for seed, (mesh, num) in enumerate(meshes):
-        analysis = prepared.cut(num).analysis
-        strategy = Strategy(analysis, random_assignment(analysis, mesh, seed))
-        got = train_program(
-            lower_training(strategy, num), prepared.captured, state_of(model), batches,
-            make_optimizer,
-        )  # fmt: skip
-        assert_same(got, expected, tolerance=1e-5)
+    assert_trains_as_eager(model, batches, prepared, make_optimizer, meshes)
 
 
 @pytest.mark.parametrize("case", FUSED)

@@ -19,7 +19,14 @@ from autopar.ir.row_exchange import most_rows, pack_numbers, pack_rows, unpack_r
 from autopar.lowering.training import lower_training
 from autopar.passes.prepare import prepare
 from autopar.sharding.strategy import Strategy
-from tests.oracles import assert_same, random_assignment, reference_steps, state_of, train_program
+from tests.oracles import (
+    assert_same,
+    assert_trains_as_eager,
+    random_assignment,
+    reference_steps,
+    state_of,
+    train_program,
+)
 
 TOKENS, WIDTH, EXPERTS, TOP = 12, 16, 4, 2
 
@@ -222,17 +229,8 @@ def check_training(model: Experts) -> Graph:
     def make_optimizer(parameters: list) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1)
 
-    expected = reference_steps(model, batches, make_optimizer)
-    for seed, (mesh, num) in enumerate(
-        [(Mesh(("x",), (1,)), 1), (Mesh(("x",), (2,)), 2), (Mesh(("x", "y"), (2, 2)), 1)]
-    ):
-        analysis = prepared.cut(num).analysis
-        strategy = Strategy(analysis, random_assignment(analysis, mesh, seed))
-        got = train_program(
-            lower_training(strategy, num), prepared.captured, state_of(model), batches,
-            make_optimizer,
-        )  # fmt: skip
-        assert_same(got, expected, tolerance=1e-5)
+    meshes = [(Mesh(("x",), (1,)), 1), (Mesh(("x",), (2,)), 2), (Mesh(("x", "y"), (2, 2)), 1)]
+    assert_trains_as_eager(model, batches, prepared, make_optimizer, meshes)
     return graph
 
 
