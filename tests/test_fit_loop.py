@@ -187,13 +187,17 @@ def test_known_strategies_are_priced_for_a_program_that_fits_alone(
     fit.known = SimpleNamespace(
         baselines=lambda option: asked.append("baselines"),
         fitting=lambda option, found: asked.append("fitting"),
+        note_refused=lambda option, within: asked.append(f"refused beyond {within} B"),
     )
     fit._fits = lambda option: False
     fit._push_smaller = lambda option, program: False
     fit._smaller = lambda option, target_bytes, is_smaller: None
     fitted = fit._counted(option)
     assert (fitted is not None) == fits
-    assert asked == (["lower", "baselines", "fitting"] if fits else ["lower"])
+    if fits:
+        assert asked == ["lower", "baselines", "fitting"]
+    else:
+        assert asked == ["lower", "refused beyond 2.0 B"]  # 4 estimated: needs 4 where 2 are free
 
 
 def test_a_known_strategy_in_place_of_a_later_option_is_no_slower_than_the_plan(fit: Any) -> None:
