@@ -56,13 +56,15 @@ const broken = e => {
   }
   return found;
 };
+const dashed = e => [...e.querySelectorAll("path")].filter(
+  p => getComputedStyle(p).strokeDasharray !== "none").map(box).filter(b => b[2] - b[0] < 3);
 const texts = e => [...e.querySelectorAll("text")].map(t => [t.textContent, ...box(t)]);
 const found = {
   width: window.innerWidth, scroll: document.documentElement.scrollWidth,
   blocks: [...document.querySelector(".autopar").children].map(e => [e.tagName, ...box(e)]),
   cells: [...document.querySelectorAll("td, th, p, h2, h3, summary, figcaption")].map(
     e => [e.textContent, e.scrollWidth > e.clientWidth + 1, broken(e), ...box(e)]),
-  figures: svgs.map(e => [e.getAttribute("aria-label"), box(e), texts(e)]),
+  figures: svgs.map(e => [e.getAttribute("aria-label"), box(e), texts(e), dashed(e)]),
 };
 const out = document.createElement("pre");
 out.id = "measured"; out.textContent = JSON.stringify(found);
@@ -92,6 +94,11 @@ def overlap(first: list[float], second: list[float], least: float = 1.0) -> bool
     return across > least and down > least
 
 
+def crosses(line: list[float], box: list[float]) -> bool:
+    """Whether an upright line goes through a box."""
+    return box[0] < (line[0] + line[2]) / 2 < box[2] and line[1] < box[3] and box[1] < line[3]
+
+
 @pytest.mark.parametrize("case", PLANS)
 def test_nothing_overlaps_or_is_cut(case: str, tmp_path: Path) -> None:
     plan: Plan = PLANS[case]()
@@ -117,12 +124,13 @@ def check_cells(cells: list[Any], width: int) -> None:
 
 
 def check_figures(figures: list[Any], width: int) -> None:
-    """Every text of a figure is inside of it, and on no other."""
-    for title, whole, texts in figures:
+    """Every text of a figure is inside of it, on no other, and no dashed line crosses it."""
+    for title, whole, texts, dashed in figures:
         assert whole[2] <= width, title
         for place, (text, *box) in enumerate(texts):
             assert whole[0] - 1 <= box[0] <= box[2] <= whole[2] + 1, (title, text)
             assert whole[1] - 1 <= box[1] <= box[3] <= whole[3] + 1, (title, text)
+            assert not any(crosses(line, box) for line in dashed), (title, text)
             for other, *near in texts[:place]:
                 assert not overlap(box, near), (title, text, other)
 
@@ -130,11 +138,13 @@ def check_figures(figures: list[Any], width: int) -> None:
 def test_an_overlap_a_cut_and_a_broken_word_are_seen(tmp_path: Path) -> None:
     narrow = '<p style="width:2em;overflow-wrap:anywhere">recomputed</p>'
     wide = '<p style="white-space:nowrap">' + "wide " * 400 + "</p>"
-    svg = '<svg width="90" height="30"><text y="20">one</text><text y="22">two</text></svg>'
+    line = '<path d="M 9 0 L 9 30" stroke="red" stroke-dasharray="3,1"></path>'
+    svg = f'<svg width="90" height="30"><text y="20">one</text><text y="22">two</text>{line}</svg>'
     page = f'<html><body><div class="autopar"><h2>x</h2>{narrow}{wide}{svg}</div></body></html>'
     found = measured(page, 800, tmp_path)
     assert found["scroll"] > 800
     assert [is_cut for text, is_cut, *_ in found["cells"] if text.startswith("wide")] == [True]
     assert [words for text, _, words, *_ in found["cells"] if words] == [["recomputed"]]
-    ((_, _, ((_, *one), (_, *two))),) = found["figures"]
+    ((_, _, ((_, *one), (_, *two)), (line,)),) = found["figures"]
     assert overlap(one, two)
+    assert crosses(line, one)

@@ -20,8 +20,11 @@ from autopar.plans.figures.drawing import (
     name_axis,
     name_rows,
     new_figure,
-    write,
+    write_beside,
 )
+
+CHARACTER = 0.011
+"""Width of a character of a text beside a bar, as a part of the longest bar."""
 
 
 def plot_bars(bars: Bars) -> FigureAndAxes:
@@ -32,11 +35,10 @@ def plot_bars(bars: Bars) -> FigureAndAxes:
     high = 1 if bars.stacked else len(bars.series)
     figure, axes = new_figure(bars.title, len(bars.rows) * (0.4 + 0.6 * high))
     name_rows(axes, bars.rows)
-    for number, series in enumerate(bars.series):
-        _draw(axes, bars, number, series, scale)
     widest = max((len(text) for each in bars.series for text in each.texts), default=0)
-    room = 1.03 + 0.011 * widest
-    axes.set_xlim(0, (largest / scale or 1.0) * room)
+    axes.set_xlim(0, (largest / scale or 1.0) * (1.03 + CHARACTER * widest))
+    for number, series in enumerate(bars.series):
+        _draw(axes, bars, number, series, lines, scale)
     for line in lines:
         axes.axvline(line.value / scale, color=INK, linewidth=1.2, linestyle="--", zorder=0.5)
     name_axis(axes, name)
@@ -44,8 +46,10 @@ def plot_bars(bars: Bars) -> FigureAndAxes:
     return figure, axes
 
 
-def _draw(axes: Axes, bars: Bars, number: int, series: Series, scale: float) -> None:
-    """One series; rows without a number have no bar."""
+def _draw(
+    axes: Axes, bars: Bars, number: int, series: Series, lines: Sequence[Line], scale: float
+) -> None:
+    """One series; rows without a number have no bar, and no line crosses a row's text."""
     before = bars.series[:number]
     height = 0.7 if bars.stacked else 0.8 / len(bars.series)
     for row, value in enumerate(series.values):
@@ -56,7 +60,10 @@ def _draw(axes: Axes, bars: Bars, number: int, series: Series, scale: float) -> 
         color = GRAY if row in bars.marked else COLORS[number % len(COLORS)]
         axes.barh(at, value / scale, left=left / scale, height=0.95 * height, color=color)
         if series.texts:
-            write(axes, (left + value) / scale, at, f" {series.texts[row]}")
+            end, text = left + value, series.texts[row]
+            widest = CHARACTER * len(text) * scale * axes.get_xlim()[1]
+            crossing = [each.value for each in lines if end <= each.value <= end + widest]
+            write_beside(axes, max(crossing, default=end) / scale, at, text)
 
 
 def _legend(bars: Bars) -> Sequence[tuple[str, str]]:

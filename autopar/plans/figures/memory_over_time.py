@@ -69,10 +69,10 @@ def memory_over_time_data(plan: PlanFields) -> MemoryChart | None:
     sizes = [rows[name] for name in order]
     if any(rest):
         order, sizes = [*order, beyond_tensors(plan)], [*sizes, rest]
-    left_out = f", {curve.num_left_out} micro-batches that repeat left out"
+    left_out = f", without {curve.num_left_out} equal micro-batches"
     return MemoryChart(
-        title=f"Memory of a device over a step{left_out if curve.num_left_out else ''}: at most "
-        f"{format_bytes(sum(row[peak] for row in sizes))}, {place_text(points[peak].place)}",
+        title=f"Memory over a step: at most {format_bytes(sum(row[peak] for row in sizes))}, "
+        f"{place_text(points[peak].place)}{left_out if curve.num_left_out else ''}",
         starts_s=tuple(point.start_s for point in points),
         end_s=curve.end_s,
         places=tuple(point.place for point in points),
