@@ -101,7 +101,7 @@ class Progress:
     @property
     def remaining_s(self) -> float:
         """Seconds left, +inf without a limit."""
-        return self.limit_s - self.elapsed_s
+        return self.limit_s if math.isinf(self.limit_s) else self.limit_s - self.elapsed_s
 
     @contextlib.contextmanager
     def limited_to(self, time_s: float) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import statistics
 import subprocess
 import sys
 
@@ -76,7 +77,7 @@ def test_a_heap_that_creeps_is_given_back_once_in_a_while() -> None:
 
 
 HOLES = """
-import sys
+import ctypes, sys
 import torch
 from autopar.runtime.host import heap
 
@@ -87,12 +88,14 @@ torch.set_num_threads(1)
 layer = torch.nn.TransformerEncoderLayer(256, 4, 1024, 0.0, batch_first=True)
 model = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
 optimizer = torch.optim.AdamW(model.parameters())
-start = heap.resident_bytes()
+end_of_heap = ctypes.CDLL(None).sbrk
+end_of_heap.argtypes, end_of_heap.restype = [ctypes.c_ssize_t], ctypes.c_void_p
+start = end_of_heap(0)
 for _ in range(4):
     optimizer.zero_grad()
     model(torch.randn(8, 128, 256)).square().mean().backward()
     optimizer.step()
-print(heap.resident_bytes() - start)
+print(end_of_heap(0) - start)
 """
 
 
@@ -106,18 +109,17 @@ def _glibc_version() -> tuple[int, ...]:
     reason="glibc leaves holes beside aligned memory from 2.26 (its caches) to 2.37",
 )
 def test_tensors_fit_into_the_holes_of_those_before() -> None:
-    """Training grows the process by a sixth less than with a plain heap."""
+    """Training grows the heap by about a sixth less than a plain one."""
     plain = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}
-    grown = [
-        int(
-            subprocess.run(
-                [sys.executable, "-c", HOLES, name],
-                capture_output=True, text=True, check=True, timeout=120, env=env,
-            ).stdout
-        )
-        for name, env in (("ours", with_heap_settings(plain)), ("plain", plain))
-    ]  # fmt: skip
-    assert grown[0] <= 0.93 * grown[1]
+    grown: dict[str, list[int]] = {"ours": [], "plain": []}
+    for _ in range(3):
+        for name, env in (("ours", with_heap_settings(plain)), ("plain", plain)):
+            command = [sys.executable, "-c", HOLES, name]
+            run = subprocess.run(
+                command, capture_output=True, text=True, check=True, timeout=120, env=env
+            )
+            grown[name].append(int(run.stdout))
+    assert statistics.median(grown["ours"]) <= 0.93 * statistics.median(grown["plain"])
 
 
 def test_a_choice_of_the_users_own_is_left_as_it_is() -> None:
