@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,19 +73,38 @@ document.body.append(out);
 </script>
 """
 
+GATHER = """
+<script>
+window.onload = () => {
+  for (const frame of document.querySelectorAll("iframe")) {
+    const out = document.createElement("pre");
+    out.className = "gathered";
+    out.textContent = frame.contentDocument.getElementById("measured").textContent;
+    document.body.append(out);
+  }
+};
+</script>
+"""
+WIDTHS = (1280, 800)
 
-def measured(page: str, width: int, folder: Path) -> dict[str, Any]:
-    """Where a browser puts all that is written on a page."""
+
+def measured(page: str, folder: Path, widths: Sequence[int] = WIDTHS) -> list[dict[str, Any]]:
+    """Where a browser puts all that is written on a page, in frames as wide as windows."""
+    inner = html.escape(page.replace("</body>", f"{MEASURE}</body>"))
+    frames = "".join(
+        f'<iframe style="border:0;width:{width}px;height:1200px" srcdoc="{inner}"></iframe>'
+        for width in widths
+    )
     path = folder / "page.html"
-    path.write_text(page.replace("</body>", f"{MEASURE}</body>"), encoding="utf-8")
+    path.write_text(f"<!doctype html><html><body>{frames}{GATHER}</body></html>", "utf-8")
     command = [
         BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-        "--hide-scrollbars", f"--window-size={width},1200", f"--user-data-dir={folder}/profile",
+        "--hide-scrollbars", "--window-size=1400,1200", f"--user-data-dir={folder}/profile",
         "--dump-dom", path.as_uri(),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
-    (found,) = re.findall(r'<pre id="measured">(.*?)</pre>', done.stdout, re.S)
-    return json.loads(html.unescape(found))
+    found = re.findall(r'<pre class="gathered">(.*?)</pre>', done.stdout, re.S)
+    return [json.loads(html.unescape(each)) for each in found]
 
 
 def overlap(first: list[float], second: list[float], least: float = 1.0) -> bool:
@@ -104,8 +124,7 @@ def test_nothing_overlaps_or_is_cut(case: str, tmp_path: Path) -> None:
     plan: Plan = PLANS[case]()
     plan.save_report(tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    for width in (1280, 800):
-        found = measured(page, width, tmp_path)
+    for width, found in zip(WIDTHS, measured(page, tmp_path), strict=True):
         assert found["width"] == width
         assert found["scroll"] <= width
         check_cells(found["cells"], width)
@@ -141,7 +160,7 @@ def test_an_overlap_a_cut_and_a_broken_word_are_seen(tmp_path: Path) -> None:
     line = '<path d="M 9 0 L 9 30" stroke="red" stroke-dasharray="3,1"></path>'
     svg = f'<svg width="90" height="30"><text y="20">one</text><text y="22">two</text>{line}</svg>'
     page = f'<html><body><div class="autopar"><h2>x</h2>{narrow}{wide}{svg}</div></body></html>'
-    found = measured(page, 800, tmp_path)
+    (found,) = measured(page, tmp_path, [800])
     assert found["scroll"] > 800
     assert [is_cut for text, is_cut, *_ in found["cells"] if text.startswith("wide")] == [True]
     assert [words for text, _, words, *_ in found["cells"] if words] == [["recomputed"]]
