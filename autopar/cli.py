@@ -34,6 +34,7 @@ from autopar.plans.explanation import difference
 from autopar.plans.layout import WIDTH, Section
 from autopar.plans.page import Page
 from autopar.plans.summary import headline, memory_rows, summary_page
+from autopar.plans.text import format_plan
 
 LEAST_WIDTH = 40
 
@@ -48,6 +49,8 @@ examples:
   autopar figure plan.json memory -o memory.svg
   autopar profile models:llama --devices 2 --plan plan.json
   autopar clusters
+
+exit status: 0 if done, 1 if it fails, 2 for a wrong command line
 """
 FACTORY = """\
 MODULE:FACTORY names a function without arguments that returns a model and its
@@ -119,10 +122,12 @@ def _add_planning(command: AddCommand) -> None:
         "plan models:llama --cluster h100-sxm:8x8 -o plan.json",
     )  # fmt: skip
     _add_search(plan)
-    plan.add_argument("-o", "--output", metavar="PLAN", help="write the plan as JSON")
+    to_file = _argument(output_file)
+    plan.add_argument("-o", "--output", metavar="PLAN", type=to_file, help="write the plan as JSON")
     plan.add_argument(
-        "--report", metavar="FILE", help="write the report as HTML, with the search's progress"
-    )
+        "--report", metavar="FILE", type=to_file,
+        help="write the report as HTML, with the search's progress",
+    )  # fmt: skip
     memory = command(
         "estimate-memory", _estimate_memory, "memory of a device under the plan and others",
         "estimate-memory models:llama --cluster a100-80:1x8",
@@ -149,20 +154,20 @@ def _add_reading(command: AddCommand) -> None:
         "report plan.json -o report.html",
     )  # fmt: skip
     _add_plan(report)
-    report.add_argument("-o", "--output", metavar="FILE", required=True, help="the file to write")
+    _add_output(report)
     trace = command(
         "trace", _trace, "write a plan's predicted timeline for ui.perfetto.dev",
         "trace plan.json -o trace.json",
     )  # fmt: skip
     _add_plan(trace)
-    trace.add_argument("-o", "--output", metavar="FILE", required=True, help="the file to write")
+    _add_output(trace)
     figure = command(
         "figure", _figure, "draw a figure of a plan as SVG, PDF or PNG",
         "figure plan.json memory -o memory.svg",
     )  # fmt: skip
     _add_plan(figure)
     figure.add_argument("figure", metavar="NAME", help="such as strategy, memory or timeline")
-    figure.add_argument("-o", "--output", metavar="FILE", required=True, help="the file to write")
+    _add_output(figure)
 
 
 def _add_others(command: AddCommand) -> None:
@@ -193,6 +198,13 @@ CLUSTER_HELP = "a preset with nodes x devices a node (h100-sxm:8x8), a JSON file
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", help="a plan's JSON file")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", required=True, type=_argument(output_file),
+        help="the file to write",
+    )  # fmt: skip
 
 
 def _argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -226,7 +238,10 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-steps", type=_argument(count_of), default=10, metavar="N", help="steps to measure"
     )
-    parser.add_argument("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev")
+    parser.add_argument(
+        "--trace", metavar="FILE", type=_argument(output_file),
+        help="write a trace for ui.perfetto.dev",
+    )  # fmt: skip
 
 
 def _add_search(parser: argparse.ArgumentParser) -> None:
@@ -288,7 +303,7 @@ def _estimate_memory(chosen: argparse.Namespace) -> None:
 def _show(chosen: argparse.Namespace) -> None:
     found = Plan.from_json(Path(chosen.plan))
     if chosen.full:
-        print(found.report("full"))
+        print(format_plan(found, _width()))
     else:
         _print_page(summary_page(found))
 
@@ -419,6 +434,16 @@ def factory_name(text: str) -> str:
     name, _, attribute = text.partition(":")
     if not (name and attribute):
         raise InputError(f"{shown(text)} is no factory; write MODULE:FACTORY, such as models:llama")
+    return text
+
+
+def output_file(text: str) -> str:
+    """The text, if a file of this name can be made, before a search is spent on it; raises
+    InputError."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        why = "is a folder" if path.is_dir() else f"is in {shown(str(path.parent))}, not a folder"
+        raise InputError(f"{shown(text)} {why}; write the name of a file in a folder that exists")
     return text
 
 

@@ -210,6 +210,8 @@ def test_errors_are_explained_without_a_traceback(
         (["profile", "a:b", "--devices", "0"], "'0' are no devices; write --devices 2"),
         (["profile", "a:b", "--devices", "2", "--num-steps", "-1"], "'-1' is no number of steps"),
         (["completion", "fish"], "fish"),
+        (["plan", "a:b", "--cluster", "cpu", "-o", "no/p.json"], "'no/p.json' is in 'no', not a"),
+        (["report", "p.json", "-o", "/"], "'/' is a folder; write the name of a file"),
     ],
 )
 def test_a_wrong_command_line_exits_with_2(
@@ -268,6 +270,7 @@ def test_help_and_tables_fit_80_columns_and_have_no_escape_codes(
     for arguments in (
         ["clusters"],
         ["show", "llama.json"],
+        ["show", "llama.json", "--full"],
         ["explain", "llama.json", "model.layers.1"],
         ["diff", "llama.json", "llama.json"],
     ):

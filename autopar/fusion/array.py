@@ -97,6 +97,9 @@ class Array(Closing):
         states = [{k: v.detach() for k, v in state_of(s).items()} for s in self._steps]
         self._compiled = self._made(dict(enumerate(states)))
 
+    def __repr__(self) -> str:
+        return f"<Array of {len(self.members)} models, {len(self.active)} of them training>"
+
     def _made(self, states: Mapping[int, Mapping[str, Tensor]]) -> Compiled:
         """Compile the active models, starting from these states."""
         active = self.active

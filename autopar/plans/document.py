@@ -128,7 +128,9 @@ class Plan(PlanFields, frozen=True):
 
 
 def _check_version(document: object) -> None:
-    version = document.get("schema_version") if isinstance(document, dict) else None
+    if not isinstance(document, dict) or "schema_version" not in document:
+        raise DocumentError("this is not a plan: it has no schema_version", "$")
+    version = document["schema_version"]
     if type(version) is not int or version != SCHEMA_VERSION:
         raise DocumentError(
             f"the plan has schema_version {shown(version)}; this version of autopar reads "

@@ -28,6 +28,7 @@ from autopar.plans.text import (
     place_text,
     plan_sections,
     streams_text,
+    throughput_text,
 )
 
 LINES = 40
@@ -194,15 +195,12 @@ def _extras(plan: PlanFields) -> list[tuple[str, str]]:
 def _step(plan: PlanFields) -> tuple[tuple[str, str], ...]:
     p = plan.prediction
     compute = f"forward {format_seconds(p.forward_s)}, backward {format_seconds(p.backward_s)}"
-    rate = f"{p.samples_per_s:,.4g} samples/s"
-    if p.tokens_per_s is not None:
-        rate = f"{p.tokens_per_s:,.0f} tokens/s, {rate}"
     communication = f"{format_seconds(p.communication_s)} exposed"
     if p.hidden_s:
         communication += f", {format_seconds(p.hidden_s)} overlapped"
     bubble = [("bubble", f"{p.bubble_share:.1%} of all devices")] if plan.is_pipeline else []
     return (
-        ("total", f"{format_seconds(p.step_time_s)}, {rate}"),
+        ("total", f"{format_seconds(p.step_time_s)}, {throughput_text(plan)}"),
         ("computation", f"{compute}, update {format_seconds(p.update_s)}"),
         ("communication", communication),
         *bubble,
@@ -222,9 +220,8 @@ def _sources(plan: PlanFields) -> str:
         text += f"; {counted(len(p.unpriced), 'operator')} without a cost model"
     if plan.redundant_ops:
         text += f"; {counted(len(plan.redundant_ops), 'operator')} without a rule"
-    what = "sharding" if plan.is_pipeline else "search"
     gap = f", gap {plan.search.gap:.2%}" if plan.search.gap else ""
-    return f"{text}; {what} {plan.search.status.lower()}{gap}"
+    return f"{text}; sharding {plan.search.status.lower()}{gap}"
 
 
 def _blocks(plan: PlanFields, groups: list[BlockGroup]) -> Section:

@@ -84,7 +84,7 @@ def _summary(plan: PlanFields) -> Rows:
         (
             "search",
             f"{search.status.lower()}, gap {search.gap:.2%}"
-            + (" (sharding, by the sum of all stages)" if plan.is_pipeline else ""),
+            + (" (sharding, by the sum of all stages)" if plan.is_pipeline else " (sharding)"),
         ),
     ]
 
@@ -175,7 +175,7 @@ def _times(plan: PlanFields) -> Rows:
         sources += f"; {p.num_noisy} noisy"
     return [
         ("step", format_seconds(p.step_time_s)),
-        ("throughput", _throughput(plan)),
+        ("throughput", throughput_text(plan)),
         (
             "model FLOPs",
             f"{p.model_flops:.3g} a step: {p.model_flops_utilisation:.1%} of the devices' peak",
@@ -202,9 +202,11 @@ def _roofline(factor: float | None) -> Rows:
     return [("", f"roofline prices may be off by a factor of {factor:g} (median by time)")]
 
 
-def _throughput(plan: PlanFields) -> str:
+def throughput_text(plan: PlanFields) -> str:
+    """Tokens and samples per second."""
     p = plan.prediction
-    texts = [f"{p.samples_per_s:,.4g} samples/s"]
+    digits = ",.0f" if p.samples_per_s >= 1000 else ".4g"
+    texts = [f"{p.samples_per_s:{digits}} samples/s"]
     if p.tokens_per_s is not None:
         texts.insert(0, f"{p.tokens_per_s:,.0f} tokens/s")
     return ", ".join(texts)

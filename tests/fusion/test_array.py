@@ -72,6 +72,7 @@ def test_each_model_trains_on_a_batch_of_its_own(groups: Groups) -> None:
         groups, models_of(3), batches[0], loss_fn=F.cross_entropy, optimizer=list(OPTIMIZERS[:3])
     )
     check_array(array, batches, own=True)
+    assert repr(array) == "<Array of 3 models, 3 of them training>"
 
 
 def test_an_array_for_own_batches_takes_a_shared_one(groups: Groups) -> None:
