@@ -24,7 +24,7 @@ from autopar.plans.figures.drawing import (
 )
 
 CHARACTER = 0.0125
-"""Width of a character of a text beside a bar, as a part of the longest bar, with some room."""
+"""Width of a character of a text beside a bar, as a part of the axes beside long names."""
 
 
 def plot_bars(bars: Bars) -> FigureAndAxes:
@@ -36,7 +36,7 @@ def plot_bars(bars: Bars) -> FigureAndAxes:
     figure, axes = new_figure(bars.title, len(bars.rows) * (0.4 + 0.6 * high))
     name_rows(axes, bars.rows)
     widest = max((len(text) for each in bars.series for text in each.texts), default=0)
-    axes.set_xlim(0, (largest / scale or 1.0) * (1.04 + CHARACTER * widest))
+    axes.set_xlim(0, (largest / scale or 1.0) / (0.97 - min(0.7, CHARACTER * widest)))
     for number, series in enumerate(bars.series):
         _draw(axes, bars, number, series, lines, scale)
     for line in lines:
