@@ -438,8 +438,7 @@ def factory_name(text: str) -> str:
 
 
 def output_file(text: str) -> str:
-    """The text, if a file of this name can be made, before a search is spent on it; raises
-    InputError."""
+    """The text, if it can be the name of a file: its folder exists; raises InputError."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         why = "is a folder" if path.is_dir() else f"is in {shown(str(path.parent))}, not a folder"

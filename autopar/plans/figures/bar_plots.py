@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
+from matplotlib.transforms import Transform, offset_copy
 
 from autopar.plans.bars import Bars, Line, Series
 from autopar.plans.figures.drawing import (
@@ -20,11 +21,11 @@ from autopar.plans.figures.drawing import (
     name_axis,
     name_rows,
     new_figure,
-    write_beside,
+    write,
 )
 
 CHARACTER = 0.0125
-"""Width of a character of a text beside a bar, as a part of the axes beside long names."""
+"""Width of a character of a text beside a bar, as a fraction of the chart's."""
 
 
 def plot_bars(bars: Bars) -> FigureAndAxes:
@@ -37,8 +38,9 @@ def plot_bars(bars: Bars) -> FigureAndAxes:
     name_rows(axes, bars.rows)
     widest = max((len(text) for each in bars.series for text in each.texts), default=0)
     axes.set_xlim(0, (largest / scale or 1.0) / (0.97 - min(0.7, CHARACTER * widest)))
+    beside = offset_copy(axes.transData, figure, x=4, units="points")
     for number, series in enumerate(bars.series):
-        _draw(axes, bars, number, series, lines, scale)
+        _draw(axes, bars, number, series, scale, beside)
     for line in lines:
         axes.axvline(line.value / scale, color=INK, linewidth=1.2, linestyle="--", zorder=0.5)
     name_axis(axes, name)
@@ -47,7 +49,7 @@ def plot_bars(bars: Bars) -> FigureAndAxes:
 
 
 def _draw(
-    axes: Axes, bars: Bars, number: int, series: Series, lines: Sequence[Line], scale: float
+    axes: Axes, bars: Bars, number: int, series: Series, scale: float, beside: Transform
 ) -> None:
     """One series; rows without a number have no bar, and no line crosses a row's text."""
     before = bars.series[:number]
@@ -60,10 +62,11 @@ def _draw(
         color = GRAY if row in bars.marked else COLORS[number % len(COLORS)]
         axes.barh(at, value / scale, left=left / scale, height=0.95 * height, color=color)
         if series.texts:
-            end, text = left + value, series.texts[row]
-            widest = CHARACTER * len(text) * scale * axes.get_xlim()[1]
-            crossing = [each.value for each in lines if end <= each.value <= end + widest]
-            write_beside(axes, max(crossing, default=end) / scale, at, text)
+            text, end = series.texts[row], left + value
+            width = CHARACTER * len(text) * scale * axes.get_xlim()[1]
+            for line in sorted(each.value for each in bars.lines if bars.is_shown(each)):
+                end = line if end <= line <= end + width else end
+            write(axes, end / scale, at, text, transform=beside)
 
 
 def _legend(bars: Bars) -> Sequence[tuple[str, str]]:

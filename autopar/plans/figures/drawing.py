@@ -70,14 +70,6 @@ def write(axes: Axes, x: float, y: float, text: str, **look: Any) -> None:
     axes.text(x, y, printable(text), **given)
 
 
-def write_beside(axes: Axes, x: float, y: float, text: str) -> None:
-    """Write a text to the right of what ends at a place of the chart."""
-    axes.annotate(
-        printable(text), (x, y), (4, 0), textcoords="offset points", fontsize=9, va="center",
-        color=INK, parse_math=False,
-    )  # fmt: skip
-
-
 def name_axis(axes: Axes, text: str) -> None:
     """Say what the horizontal axis is."""
     axes.set_xlabel(text, fontsize=9, color=INK)
