@@ -1,7 +1,7 @@
 # Two commands for a newcomer: `make demo` runs the main job, `make test` passes the tests.
 # `make notebooks` executes the notebooks again, with their outputs to be committed.
-# `make exhaustive` trains every model of the tests under every strategy and schedule, and kills a
-# rank at every kind of action: hours.
+# `make exhaustive` runs every case of the tests: every model under every strategy and schedule, a rank
+# killed at every kind of action, many more drawn cases. Hours.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -29,14 +29,7 @@ notebooks: $(VENV)/.installed
 	$(BIN)/python tests/tidy_notebooks.py notebooks/*.ipynb
 
 exhaustive: $(VENV)/.installed
-	AUTOPAR_DRAWN_PROGRAMS=3000 $(BIN)/python -m pytest -q --timeout=7200 tests/models/test_drawn_programs.py
-	AUTOPAR_TEST_DRAWS=20 $(BIN)/python -m pytest -q --timeout=7200 -n 2 --dist=loadgroup tests/equality
-	AUTOPAR_TEST_ASSIGNMENTS=20 $(BIN)/python -m pytest -q --timeout=7200 tests/runtime/test_training.py \
-		tests/runtime/test_pipelines.py tests/runtime/test_pipeline_matrix.py \
-		tests/runtime/test_pipeline_faults.py tests/runtime/test_torchrun_faults.py
-	AUTOPAR_TEST_MOVEMENT=500 $(BIN)/python -m pytest -q --timeout=7200 tests/runtime/test_movement.py
-	AUTOPAR_TEST_CHECKPOINTS=5000 $(BIN)/python -m pytest -q --timeout=7200 tests/runtime/test_checkpoints.py
-	AUTOPAR_TEST_PLANS=100000 $(BIN)/python -m pytest -q --timeout=7200 tests/test_untrusted_plans.py
+	AUTOPAR_EXHAUSTIVE=1 PYTEST_ADDOPTS=--timeout=7200 PYTHON=$(CURDIR)/$(BIN)/python sh tests/run.sh
 
 # A thousand drawn faults in running jobs; one alone: python -m tests.faults.run --numbers 17
 NUMBERS ?= 0-999

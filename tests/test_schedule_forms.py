@@ -1,11 +1,10 @@
 """Plans take the best form of the best schedule: drawn models, clusters, micro-batches, limits.
 
-``AUTOPAR_TEST_FORMS=300`` raises the number of drawn cases.
+20 of them, 300 in ``make exhaustive``.
 """
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import replace
 from typing import Any
@@ -19,8 +18,9 @@ from autopar.cost_models import Cluster
 from autopar.planning import refinement
 from autopar.schedules import Kind
 from autopar.schedules.generators.forms import forms
+from tests.effort import EXHAUSTIVE
 
-NUM_CASES = int(os.environ.get("AUTOPAR_TEST_FORMS", "20"))
+NUM_CASES = 300 if EXHAUSTIVE else 20
 NUM_BY_HAND = 2
 
 

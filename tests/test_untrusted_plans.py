@@ -18,10 +18,10 @@ from autopar.ir.placement import parse_placement
 from autopar.plans.binding import strategy_of
 from autopar.plans.document import Plan
 from autopar.schedules import build, format_schedule, parse_schedule, verify
+from tests.effort import EXHAUSTIVE
 from tests.plan_fuzz import KINDS, make_case, tally
 
-NUM_PLANS = int(os.environ.get("AUTOPAR_TEST_PLANS", "2000"))
-"""100,000 in `make exhaustive`."""
+NUM_PLANS = 100_000 if EXHAUSTIVE else 2000
 SHARE_RUN = 0.2 if NUM_PLANS <= 2000 else 1.0
 
 

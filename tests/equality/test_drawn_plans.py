@@ -1,21 +1,21 @@
 """Drawn combinations of model, plan and schedule equal eager PyTorch, in lockstep.
 
-``AUTOPAR_TEST_DRAWS=20`` multiplies the number of drawn programs.
+``make exhaustive`` draws twenty times as many.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 
 import pytest
 
+from tests.effort import EXHAUSTIVE
 from tests.equality.case import Case
 from tests.equality.drawn_plans import drawn_programs
 from tests.models import families
 from tests.models.zoo import MODELS, MORE_MODELS, UNEVEN_MODELS, gpt2
 
-FACTOR = int(os.environ.get("AUTOPAR_TEST_DRAWS", "1"))
+FACTOR = 20 if EXHAUSTIVE else 1
 NUM_STEPS = 2
 PROGRAMS = {
     "mlp": 28,

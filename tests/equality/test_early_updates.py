@@ -1,13 +1,12 @@
 """Weights updated within the backward pass are those of eager PyTorch, in lockstep.
 
-``AUTOPAR_TEST_DRAWS=20`` multiplies the number of drawn programs.
+``make exhaustive`` draws twenty times as many.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Sequence
 
 import pytest
@@ -22,6 +21,7 @@ from autopar.lowering.types import RankProgram
 from autopar.sharding.strategy import Analysis, Strategy
 from autopar.testing.lockstep import LockstepRun, gather
 from autopar.testing.lockstep_updates import LockstepUpdates, MakeOptimizer
+from tests.effort import EXHAUSTIVE
 from tests.equality.case import ALONE, Case
 from tests.equality.drawn_plans import drawn_programs
 from tests.oracles import (
@@ -33,7 +33,7 @@ from tests.oracles import (
     state_of,
 )
 
-FACTOR = int(os.environ.get("AUTOPAR_TEST_DRAWS", "1"))
+FACTOR = 20 if EXHAUSTIVE else 1
 OPTIMIZERS = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
     "adamw": functools.partial(torch.optim.AdamW, lr=1e-2),

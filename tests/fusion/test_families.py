@@ -1,12 +1,11 @@
 """Models of every family, three of each fused: loss, gradients and buffers are those of each alone.
 
-``AUTOPAR_TEST_ASSIGNMENTS=1`` (``make exhaustive``) takes every model of the zoo.
+``make exhaustive`` takes every model of the zoo.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 
 import pytest
 import torch
@@ -15,13 +14,14 @@ from torch import Tensor, nn
 
 from autopar.base.errors import InputError
 from autopar.fusion.fuse import LOOP
+from tests.effort import EXHAUSTIVE
 from tests.fusion.arrays import array_of, check_array
 from tests.fusion.families import check_step, variants
 from tests.models.zoo import MODELS, MORE_MODELS
 from tests.runtime.conftest import Groups
 
 QUICK = ("lstm", "bert", "alexnet", "dcgan", "pointnet")
-NAMES = (*MODELS, *MORE_MODELS) if os.environ.get("AUTOPAR_TEST_ASSIGNMENTS") else QUICK
+NAMES = (*MODELS, *MORE_MODELS) if EXHAUSTIVE else QUICK
 LOOPED = {"lstm": {"aten.lstm.input"}}
 TOLERANCE = {"mixtral": 1e-4, "mobilenet_v2": 1e-6, "gpt2": 1e-6, "llama": 1e-6, "t5": 1e-6}
 

@@ -1,7 +1,7 @@
 """Drawn programs: once captured, each equals eager mode or is rejected.
 
 `make test` draws 300, and 100 more that have buffers and are trained for some steps;
-``AUTOPAR_DRAWN_PROGRAMS=3000`` is the long form, with 1,000 more.
+``make exhaustive`` draws ten times as many.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from autopar.frontend.reader import is_random
 from autopar.frontend.signature import Arguments
 from autopar.ir.mesh import Mesh
 from autopar.sharding.strategy import Analysis, Strategy
+from tests.effort import EXHAUSTIVE
 from tests.models.drawn_buffers import BATCHES, Stateful, draw_stateful
 from tests.models.drawn_programs import INPUT, Drawn, draw
 from tests.oracles import (
@@ -33,7 +34,7 @@ from tests.oracles import (
     state_of,
 )
 
-NUM_PROGRAMS = int(os.environ.get("AUTOPAR_DRAWN_PROGRAMS", "300"))
+NUM_PROGRAMS = 3000 if EXHAUSTIVE else 300
 FIRST = int(os.environ.get("AUTOPAR_FIRST_DRAWN_PROGRAM", "0"))
 TOLERANCE = 1e-8
 MOST_REFUSED = 0.1

@@ -1,7 +1,4 @@
-"""Foreign and damaged checkpoints run no code, and failed saves lose nothing.
-
-``AUTOPAR_TEST_CHECKPOINTS`` is how many damaged checkpoints are drawn (the long form: 5000).
-"""
+"""Foreign and damaged checkpoints run no code, and failed saves lose nothing."""
 
 from __future__ import annotations
 
@@ -32,6 +29,7 @@ from autopar.runtime.state.checkpoint_format import Chunk, StoredTensor, is_cove
 from autopar.runtime.state.checkpoint_writer import CheckpointWriter
 from autopar.runtime.state.plain import from_plain, to_plain
 from autopar.runtime.workers.group import WorkerGroup
+from tests.effort import EXHAUSTIVE
 from tests.runtime import killed_saves
 from tests.runtime.conftest import Groups
 from tests.runtime.processes import ProbedService, runner_of
@@ -49,7 +47,7 @@ from tests.runtime.test_state import (
 )
 
 ROOT = Path(__file__).parents[2]
-NUM_DAMAGED = int(os.environ.get("AUTOPAR_TEST_CHECKPOINTS", "120"))
+NUM_DAMAGED = 5000 if EXHAUSTIVE else 120
 
 
 def resumable(groups: Groups) -> LocalRunner:

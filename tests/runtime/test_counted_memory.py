@@ -182,6 +182,7 @@ OTHERS = [  # each holds as much as the parameters, or several of its own, besid
 ]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("case", "optimizer"),
     [

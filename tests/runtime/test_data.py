@@ -24,6 +24,7 @@ from tests.oracles import random_assignment
 from tests.runtime.test_spmd import torchrun
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)])
 @pytest.mark.parametrize("name", ["mlp", "gpt2"])

@@ -85,6 +85,7 @@ PLANS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("plan", "by"),
     [
@@ -140,6 +141,7 @@ COUNTED = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("case", "by"),
     [

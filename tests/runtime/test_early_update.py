@@ -45,6 +45,7 @@ def test_five_steps_equal_eager() -> None:
         torch.testing.assert_close(state[name], weight, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("num", "options"),
     [
@@ -75,6 +76,7 @@ COUNTED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", COUNTED)
 def test_counted_is_held(case: str) -> None:
     make_model, make_batch, num, options = COUNTED[case]

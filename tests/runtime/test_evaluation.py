@@ -109,6 +109,7 @@ def assert_equal_outputs(got: Any, expected: Any, tolerance: float = 1e-8) -> No
             torch.testing.assert_close(got[key], tensor.detach(), rtol=bound, atol=bound)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
@@ -152,6 +153,7 @@ def test_evaluation_after_training_equals_eager(name: str, strategy: str) -> Non
     assert_equal_outputs(compiled(**short), copy.deepcopy(reference)(**short), tolerance)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "num_devices", "seed"),
     [("net", 2, 0), ("net", 4, 1), ("net", 4, 2), ("gpt2", 4, 0), ("resnet", 2, 1)],

@@ -15,6 +15,7 @@ from tests.oracles import NUM_STEPS, Trained, assert_same, reference_steps
 EXCHANGED = autopar.Pin("grouped_mm*", choice="rows_and_experts")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [{}, {"num_microbatches": 2, "recompute": "full"}, {"kernels": "compiled"}],

@@ -1,22 +1,21 @@
 """A rank ends outside a step, or in another call: all others stop with an error that names it.
 
-Started by ``torchrun`` and as plain processes. ``AUTOPAR_TEST_ASSIGNMENTS=20`` (``make
-exhaustive``) tries every place and kind under both.
+Started by ``torchrun`` and as plain processes. ``make exhaustive`` tries every place and kind under
+both, ``make faults`` drawn ones.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
 import pytest
 
+from tests.effort import EXHAUSTIVE
 from tests.runtime.test_pipeline_faults import has_ended
 from tests.runtime.test_torchrun_faults import ended, start
 
-EXHAUSTIVE = bool(os.environ.get("AUTOPAR_TEST_ASSIGNMENTS"))
 MODULE = "tests.runtime.faulty_script"
 OUTSIDE = ("after compile", "between steps", "after evaluation")
 IN_CALL = {
@@ -50,6 +49,7 @@ if EXHAUSTIVE:
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("launcher", "place", "kind", "num", "at"), CASES)
 def test_all_others_stop_and_name_the_rank(
     launcher: str, place: str, kind: str, num: int, at: int, tmp_path: Path

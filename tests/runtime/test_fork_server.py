@@ -168,6 +168,7 @@ def test_a_server_that_is_killed_ends_its_workers_and_is_replaced() -> None:
         assert len(other.call("drawn")) == 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("start_timeout_s", "silent_s", "message"),
     [

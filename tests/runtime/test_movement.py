@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ from autopar.runtime.runners.local import LocalRunner
 from autopar.runtime.state.optimizers import is_elementwise, optimizer_spec
 from autopar.runtime.step.moving import mover_of
 from autopar.sharding.strategy import unsplit
+from tests.effort import EXHAUSTIVE
 from tests.equality.case import Case
 from tests.equality.drawn_plans import drawn_programs
 from tests.models.zoo import build
@@ -50,7 +50,7 @@ from tests.runtime.processes import process_steps, runner_of
 DEVICE = Cluster.preset("cpu", nodes=1, devices_per_node=1).device
 NEAR = 1.01
 """The tolerance of the memory model."""
-NUM_DRAWN = int(os.environ.get("AUTOPAR_TEST_MOVEMENT", "10"))
+NUM_DRAWN = 500 if EXHAUSTIVE else 6
 OPTIMIZERS: list[Any] = [
     functools.partial(torch.optim.SGD, lr=0.05),
     functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
@@ -97,6 +97,7 @@ def capped(
     return running
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("share", [0.0, 0.4])
 @pytest.mark.parametrize("kind", ["mlp", "gpt2", "bert", "resnet", "lstm"])
 def test_training_within_a_capacity_equals_eager(kind: str, share: float, groups: Groups) -> None:
@@ -158,6 +159,7 @@ def test_drawn_models_optimizers_and_movements(number: int, groups: Groups) -> N
         assert torch.equal(got.weights[name], weight), name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [1, 2, 9, 10])
 def test_drawn_movements_of_drawn_programs_on_two_processes(number: int, groups: Groups) -> None:
     """Released and kept parameters, scattered and whole gradients, splits of all kinds: what moves
@@ -269,11 +271,12 @@ FORMS: dict[str, tuple[int, dict[str, Any]]] = {
 """What a plan repeats in a step, beside movement."""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("reused_workers")
 @pytest.mark.parametrize(
     ("num_devices", "options", "share"),
     [
-        *((*way, 0.85) for way in (WAYS if "AUTOPAR_TEST_MOVEMENT" in os.environ else SOME)),
+        *((*way, 0.85) for way in (WAYS if EXHAUSTIVE else SOME)),
         (*TWO_PASSES, 0.6),
     ],
     ids=str,
@@ -300,6 +303,7 @@ def test_offloading_fits_what_did_not_and_trains_the_same(
     assert losses(replayed) == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("reused_workers")
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_repeated_in_a_step_moves_too(form: str, groups: Groups) -> None:

@@ -81,6 +81,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "num_devices", "options"), CASES, ids=str)
 def test_training_equals_eager(name: str, num_devices: int, options: dict[str, Any]) -> None:
     compiled = compiled_for(name, num_devices, **options)

@@ -108,6 +108,7 @@ def assert_trains_as_eager(
         torch.testing.assert_close(whole, optimizer.state[parameter]["exp_avg"])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("last", [1, 3])
 def test_epochs_with_a_smaller_last_batch(strategy: str, last: int) -> None:
@@ -119,6 +120,7 @@ def test_epochs_with_a_smaller_last_batch(strategy: str, last: int) -> None:
         assert_trains_as_eager(compiled, model, batches)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -261,6 +263,7 @@ class Numbered(nn.Module):
         return (losses.unflatten(0, labels.shape).mean(1) * weights).sum() / 100
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -309,6 +312,7 @@ class Stack(nn.Module):
         return F.cross_entropy(logits, labels.flatten(), ignore_index=-100)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("schedule", "num_stages", "options"),
     [

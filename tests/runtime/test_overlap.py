@@ -93,6 +93,7 @@ def case_of(name: str) -> Case:
     return Case(name)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 @pytest.mark.parametrize("name", ["gpt2", "resnet"])
 def test_late_updates_train_as_one_process(name: str, schedule: str, groups: Groups) -> None:
@@ -188,6 +189,7 @@ def test_whoever_looks_at_the_state_waits(groups: Groups, tmp_path: Path) -> Non
     assert train(resumed, case) == near(rest)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("reused_workers")
 @pytest.mark.parametrize("schedule", ["conventional", "reverse_first_k"])
 def test_by_the_schedules_name(schedule: str) -> None:

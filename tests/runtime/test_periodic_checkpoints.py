@@ -303,6 +303,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["returns", "raises"])
 def test_a_script_that_ends_without_closing_waits_for_the_last(tmp_path: Path, how: str) -> None:
     command = [sys.executable, "-m", "tests.runtime.periodic_exit", str(tmp_path / "saved"), how]

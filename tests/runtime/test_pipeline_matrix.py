@@ -1,18 +1,18 @@
 """The table of pipelines on real processes: 2, 4 and 8 of them.
 
-``AUTOPAR_TEST_ASSIGNMENTS=20`` (``make exhaustive``) runs the whole table, which
-`tests.equality.test_pipeline_table` runs in lockstep; otherwise three entries with meshes inside
-their stages.
+Three entries with meshes inside their stages; ``make exhaustive`` runs the whole table, as
+`tests.equality.test_pipeline_table` does in lockstep.
 """
 
 from __future__ import annotations
 
 import pytest
 
+from tests.effort import EXHAUSTIVE
 from tests.equality.pipeline_table import Combination, combinations
 from tests.equality.test_pipeline_table import program_of_entry
 from tests.runtime.conftest import Groups
-from tests.runtime.test_pipelines import EXHAUSTIVE, check
+from tests.runtime.test_pipelines import check
 
 USUAL = [
     Combination(model="bert", num_processes=4, inside="data 2 x tensor 2", row="reverse_first_k"),

@@ -87,6 +87,7 @@ FIXED: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("num_devices", "options"), FIXED, ids=str)
 def test_what_the_user_fixes_trains_as_eager(
     model: nn.Module, num_devices: int, options: dict[str, Any]

@@ -2,7 +2,7 @@
 
 That every model equals eager under every schedule and mesh is checked in lockstep
 (`tests.equality`); here is what only processes show, once for each kind of schedule and mesh.
-``AUTOPAR_TEST_ASSIGNMENTS=20`` (``make exhaustive``) tries all models under all of them.
+``make exhaustive`` tries all models under all of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -28,12 +27,12 @@ from autopar.planning.constraints import Constraint, Force
 from autopar.planning.planner import make_planned
 from autopar.planning.space import Space
 from autopar.schedules import Action, Durations, Kind, Schedule, build, step, with_reductions
+from tests.effort import EXHAUSTIVE
 from tests.equality.case import ALONE, Case
 from tests.models.zoo import gpt2
 from tests.runtime.conftest import Groups
 from tests.runtime.processes import process_steps, runner_of
 
-EXHAUSTIVE = bool(os.environ.get("AUTOPAR_TEST_ASSIGNMENTS"))
 # Name, stages, micro-batches, options: on two devices.
 ON_2: list[tuple[str, int, int, dict[str, Any]]] = [
     ("gpipe", 2, 4, {}),
@@ -112,6 +111,7 @@ def pairs_on_2() -> list[Any]:
     ]
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("name", "schedule", "num_stages", "num", "options"), pairs_on_2())
 def test_every_schedule_on_two_devices(
     name: str, schedule: str, num_stages: int, num: int, options: dict[str, Any], groups: Groups
@@ -129,6 +129,7 @@ def pairs_on_4() -> list[Any]:
     ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "schedule", "num_stages", "num", "options"), pairs_on_4())
 def test_schedules_on_four_devices(
     name: str, schedule: str, num_stages: int, num: int, options: dict[str, Any], groups: Groups

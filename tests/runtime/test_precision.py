@@ -170,6 +170,7 @@ def in_one(compiled: Any, given: tuple[Tensor, Tensor]) -> Tensor:
     return loss
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "step"),
     [

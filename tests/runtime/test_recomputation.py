@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ import autopar
 from autopar.base.errors import InputError, PlanError
 from autopar.plans.document import Plan
 from autopar.runtime.host.peak_memory import PeakTensors
+from tests.effort import EXHAUSTIVE
 from tests.models.zoo import build, optimizer_of
 from tests.oracles import Trained, assert_same, reference_steps, to_double
 from tests.runtime.processes import counted_bytes
@@ -83,12 +83,11 @@ def check(kind: str, compiled: Any) -> None:
 REQUESTS = ("full", 0.4, "modules")
 EVERY = [(kind, request, n) for kind in MODULES for request in REQUESTS for n in (1, 2, 4)]
 SOME = [EVERY[i] for i in (0, 4, 8, 11, 15, 19, 23, 25)]
-"""Each model, request and number of devices with two others; AUTOPAR_TEST_DRAWS=20 runs all."""
+"""Each model, request and number of devices with two others."""
 
 
-@pytest.mark.parametrize(
-    ("kind", "request_", "num_devices"), EVERY if "AUTOPAR_TEST_DRAWS" in os.environ else SOME
-)
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("kind", "request_", "num_devices"), EVERY if EXHAUSTIVE else SOME)
 def test_what_is_asked_for_trains_as_eager(kind: str, request_: Any, num_devices: int) -> None:
     recompute = MODULES[kind] if request_ == "modules" else request_
     compiled = compiled_for(kind, num_devices, recompute=recompute)
@@ -114,6 +113,7 @@ def test_micro_batches_take_the_place_of_recomputation() -> None:
     check("gpt2", compiled)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["gpt2", "resnet"])
 def test_as_little_is_recomputed_as_the_memory_asks_for(kind: str) -> None:
     """Nothing where everything fits, else less than with recompute="full"."""
@@ -150,6 +150,7 @@ BERT = transformers.BertConfig(vocab_size=256, num_hidden_layers=3, **LAYERS)
 GPT2 = transformers.GPT2Config(vocab_size=256, n_layer=3, n_embd=96, n_head=4, use_cache=False)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("make", "config"),
     [(transformers.BertForMaskedLM, BERT), (transformers.GPT2LMHeadModel, GPT2)],
@@ -169,6 +170,7 @@ def test_all_recomputed_takes_no_more_than_checkpoints_of_every_layer(
     assert held <= peak_with_checkpoints(model, batch)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("request_", ["full", 0.5])
 def test_recomputed_convolutions_are_counted(request_: Any) -> None:
     torch.manual_seed(0)

@@ -1,12 +1,11 @@
 """Blocks whose graphs Inductor compiles train as blocks that run op by op, and as eager PyTorch.
 
-Every model under every strategy: ``AUTOPAR_TEST_ASSIGNMENTS=1`` (``make exhaustive``).
+Every model under every strategy: ``make exhaustive``.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -31,15 +30,15 @@ from autopar.plans.document import Plan
 from autopar.runtime.machine.regions import MAX_VARIANTS, RegionFunction
 from autopar.runtime.measure.kernel_choice import MARGIN, with_kernels
 from autopar.runtime.measure.region_times import RegionCall, region_times
+from tests.effort import EXHAUSTIVE
 from tests.equality.test_known_strategies import STRATEGIES, case_of, divides, planned
 from tests.models.zoo import MODELS, MORE_MODELS
 from tests.runtime.conftest import Groups
 from tests.runtime.processes import process_steps, runner_of
 
-ASSIGNMENTS = int(os.environ.get("AUTOPAR_TEST_ASSIGNMENTS", "0"))
 PAIRS = (
     [(n, s) for n in (*MODELS, *MORE_MODELS) for s in STRATEGIES if divides(n, s)]
-    if ASSIGNMENTS
+    if EXHAUSTIVE
     else [("mlp", "zero3 x tensor on 2x2")]
 )
 sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -59,6 +58,7 @@ def test_compiled_blocks_equal_eager_pytorch(name: str, strategy: str, groups: G
     case.compare(process_steps(runner, case.captured, case.batches))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["gpt2", "resnet", "lstm", "mixtral", "dlrm"])
 def test_regions_leave_out_what_must_run_as_it_is(name: str) -> None:
     """Each call is in at most one region, none of which has a collective, a random op other than a
@@ -280,7 +280,7 @@ def test_the_faster_way_of_each_graph_is_chosen(tmp_path: Path) -> None:
     assert Plan.from_json(chosen.to_json()) == chosen
 
 
-@pytest.mark.skipif(not ASSIGNMENTS, reason="compiles for half a minute: make exhaustive")
+@pytest.mark.skipif(not EXHAUSTIVE, reason="compiles for half a minute: make exhaustive")
 def test_compiled_arrays_of_models_equal_those_that_run_op_by_op() -> None:
     def losses(kernels: str | None) -> list[Tensor]:
         torch.manual_seed(0)

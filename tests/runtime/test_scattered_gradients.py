@@ -50,6 +50,7 @@ FORMS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_five_steps_equal_eager(form: str) -> None:
     name, num, options = FORMS[form]
@@ -69,6 +70,7 @@ def test_five_steps_equal_eager(form: str) -> None:
         torch.testing.assert_close(state[key], tensor, rtol=1e-8, atol=1e-9, msg=key)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("make_model", "make_batch", "options"),
     [

@@ -104,6 +104,7 @@ def test_every_rank_gets_what_was_sent(num_workers: int) -> None:
                 assert group.call("round_about", size, dtype) == [True] * num_workers
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("count", "size"), [(40, 300_000), (3000, 10)])
 def test_a_sender_waits_for_nobody(count: int, size: int) -> None:
     """More bytes, and more messages, than a socket holds, in both directions."""

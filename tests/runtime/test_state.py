@@ -142,6 +142,7 @@ SCHEDULERS = {
 
 
 class TestOptimizers:
+    @pytest.mark.sampled(6)
     @pytest.mark.parametrize("kind", ELEMENTWISE, ids=lambda kind: kind.__name__)
     def test_element_wise_ones_work_on_shards(self, groups: Groups, kind: Any) -> None:
         make = functools.partial(kind, lr=0.05)

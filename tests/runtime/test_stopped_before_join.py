@@ -35,6 +35,7 @@ autopar.compile(
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(not os.path.exists("/proc/net/tcp"), reason="needs Linux's /proc")
 @pytest.mark.parametrize(("num_ranks", "stopped"), [(2, 1), (3, 1), (2, 0)])
 def test_it_is_named_and_killed(num_ranks: int, stopped: int) -> None:

@@ -204,6 +204,7 @@ def equals(got: Replayed, expected: tuple[Sequence[torch.Tensor], Mapping[int, o
     )
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("model", "schedule", "mesh"), PROGRAMS, ids=IDS)
 def test_every_order_gives_the_same_bits(model: str, schedule: str, mesh: Mesh) -> None:
     program = program_of(model, schedule, mesh)

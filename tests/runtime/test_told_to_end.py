@@ -94,6 +94,7 @@ def test_a_rank_that_never_joined_is_named(store: dist.TCPStore) -> None:
     assert "rank 1 of 2 had not joined when SIGTERM ended this process" in errors
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("instead", INSTEAD)
 def test_code_that_catches_everything_hides_no_fault(store: dist.TCPStore, instead: str) -> None:
     with start(0, store.port, INSTEAD[instead]) as survivor, start(1, store.port) as victim:

@@ -1,7 +1,7 @@
 """Faults in scripts that every rank runs: all end, with an error that names the faulty rank.
 
 Started by ``torchrun``, which ends the other processes itself, and as plain processes, which nobody
-ends. ``AUTOPAR_TEST_ASSIGNMENTS=20`` (``make exhaustive``) tries every fault under both.
+ends. ``make exhaustive`` tries every fault under both, ``make faults`` drawn ones.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 
+from tests.effort import EXHAUSTIVE
 from tests.models.zoo import build
 from tests.oracles import reference_steps, to_double
 from tests.runtime.test_pipeline_faults import has_ended
 from tests.runtime.test_spmd import ROOT
 from tests.runtime.torchrun_faults import sgd
 
-EXHAUSTIVE = bool(os.environ.get("AUTOPAR_TEST_ASSIGNMENTS"))
 MODULE = "tests.runtime.torchrun_faults"
 TWO = {"num_stages": 2, "num_microbatches": 4, "schedule": "zb_h1"}
 FOUR = {"num_stages": 2, "num_microbatches": 2, "mesh": {"dp": 2}}
@@ -92,6 +92,7 @@ if EXHAUSTIVE:
     CASES += [("torchrun", fault, 4, at, "F", FOUR) for fault in ("stop", "sleep") for at in (0, 2)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("launcher", "fault", "num", "at", "action", "options"), CASES)
 def test_a_fault_ends_all_and_training_resumes(
     launcher: str, fault: str, num: int, at: int, action: str, options: dict[str, Any],
@@ -119,6 +120,7 @@ def test_a_fault_ends_all_and_training_resumes(
         resumed_equals_eager(num, log, tmp_path)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("how", "rank"), [("compute", 1), ("hold", 1), ("hold", 0)])
 def test_a_first_step_that_only_takes_long_is_waited_for(
     how: str, rank: int, tmp_path: Path

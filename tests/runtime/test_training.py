@@ -2,14 +2,13 @@
 
 That every model equals eager under drawn and known strategies is checked in lockstep
 (`tests.equality`); here GPT-2 trains under every known strategy, and every other model under one
-or two. ``AUTOPAR_TEST_ASSIGNMENTS=20`` (``make exhaustive``) runs all of it for all, with that many
-drawn assignments a model.
+or two. ``make exhaustive`` runs all of it for all, with 20 drawn assignments a
+model.
 """
 
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 from autopar.ir.mesh import Mesh
 from autopar.lowering.program import lower
 from autopar.sharding.strategy import Strategy
+from tests.effort import EXHAUSTIVE
 from tests.equality.test_known_strategies import STRATEGIES, case_of, divides, planned
 from tests.models.zoo import MODELS, MORE_MODELS, UNEVEN_MODELS
 from tests.oracles import random_assignment
@@ -30,7 +30,7 @@ MESHES = {
     "4": Mesh(("a",), (4,)),
     "2x2": Mesh(("a", "b"), (2, 2)),
 }
-ASSIGNMENTS = int(os.environ.get("AUTOPAR_TEST_ASSIGNMENTS", "0"))
+ASSIGNMENTS = 20 if EXHAUSTIVE else 0
 NAMES = (*MODELS, *MORE_MODELS, *UNEVEN_MODELS)
 USUAL = "zero3 x tensor on 2x2"
 
@@ -42,6 +42,7 @@ def check(name: str, groups: Groups, strategy: Strategy) -> None:
     case.compare(process_steps(runner, case.captured, case.batches))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", list(MESHES) if ASSIGNMENTS else ["2x2"])
 @pytest.mark.parametrize("name", NAMES if ASSIGNMENTS else list(MODELS))
 def test_random_assignments(name: str, mesh: str, groups: Groups) -> None:
@@ -69,6 +70,7 @@ def pairs() -> list[tuple[str, str]]:
     return [(name, x) for name, x in every if name == "gpt2" or usual[name] == x]
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("name", "strategy"), pairs())
 def test_searched_and_known_strategies(name: str, strategy: str, groups: Groups) -> None:
     check(name, groups, planned(name, strategy).strategy)

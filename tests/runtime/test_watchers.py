@@ -86,6 +86,7 @@ def joined(rank: int) -> Iterator[tuple[watchers.Watcher, Other]]:
         there.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_delayed_watcher_takes_nobody_for_silent(
     rank: int, monkeypatch: pytest.MonkeyPatch

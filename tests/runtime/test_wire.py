@@ -101,6 +101,7 @@ doubled.register_autograd(lambda ctx, grad: torch.ops.wiretest.doubled(grad))
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("place", ["in the script", "in a module"])
 def test_workers_know_operators_of_the_user(place: str, tmp_path):
     definition = "import my_ops" if place == "in a module" else DEFINITION

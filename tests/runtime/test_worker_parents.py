@@ -84,6 +84,7 @@ def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 class TestTheParentEnds:
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("ending", ENDINGS)
     def test_without_closing(self, ending: str) -> None:
         with script(SCRIPT, ONE_STARTED, "sys.stdin.read()\n", ENDINGS[ending]) as process:

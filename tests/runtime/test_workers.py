@@ -365,6 +365,7 @@ class TestFailures:
         assert "in <lambda>" in caught.value.traceback
         assert_gone(workers)
 
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize("how", ["compute", "wait for a child"])
     def test_a_rank_that_is_slow_is_waited_for(
         self, how: str, monkeypatch: pytest.MonkeyPatch
