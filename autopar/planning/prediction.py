@@ -24,7 +24,8 @@ from autopar.planning.baselines import Baselines
 from autopar.planning.staging import PipelineTimes
 from autopar.plans.parts import KnownStrategy, Prediction, SearchReport
 from autopar.pricing.candidate import Candidate
-from autopar.pricing.step_time import TimeParts, time_parts
+from autopar.pricing.copies import copies_by_block
+from autopar.pricing.step_time import ROUNDING, TimeParts, time_parts
 from autopar.pricing.tables import OpTable, Pricing
 from autopar.pricing.utilisation import model_work, whole_call
 from autopar.search import OPTIMAL_GAP, Status, relative_gap
@@ -54,12 +55,14 @@ def predict(
     updates = _update_sources(best)
     done = model_work(pricing.analysis, pricing.cluster.device)
     step_s = parts.step_s + stall_s
+    exposed_s, hidden_s, copies_s = _without_copies(best, parts)
     on_cpu = pricing.cluster.device.kind == "cpu"
     return Prediction(
         step_time_s=nine_digits(step_s),
         forward_s=nine_digits(parts.forward_s),
         backward_s=nine_digits(parts.backward_s),
-        communication_s=nine_digits(parts.communication_s),
+        communication_s=nine_digits(exposed_s),
+        copies_s=nine_digits(copies_s),
         update_s=nine_digits(parts.update_s),
         sources=dict(sorted(sources.items())),
         communication_source=_weakest(each.source for each in collectives),
@@ -67,8 +70,9 @@ def predict(
         unpriced=_unpriced(best),
         memory_bytes=memory.by_category,
         memory_peak_at=memory.peak_at,
-        hidden_s=nine_digits(parts.hidden_s) if isinstance(parts, TimeParts) else 0.0,
+        hidden_s=nine_digits(hidden_s),
         bubble_share=0.0 if pipeline is None else nine_digits(pipeline.bubble_share),
+        pipeline_rank=0 if pipeline is None else pipeline.rank,
         resident_bytes=memory.device_bytes if on_cpu else None,
         model_flops=done.flops,
         model_flops_utilisation=nine_digits(_peak_step_s(pricing) / step_s),
@@ -78,6 +82,29 @@ def predict(
         num_noisy=sum(estimate.is_noisy for estimate in estimates),
         update_source=_weakest(updates),
         num_optimizer_states=pricing.optimizer.num_states,
+    )
+
+
+def _without_copies(
+    best: Candidate, parts: TimeParts | PipelineTimes
+) -> tuple[float, float, float]:
+    """Seconds of exposed and of overlapped communication, and of exposed casts and copies.
+
+    Both times of ``parts`` include copies, which are taken to be what is exposed first.
+    """
+    held = None if isinstance(parts, TimeParts) else parts.blocks
+    copies_s = best.priced.pricing.num_passes * sum(
+        time_s if held is None else time_s * held.get(name, 0.0)
+        for name, time_s in copies_by_block(best).items()
+    )
+    moved_s = max(parts.communication_s + parts.hidden_s - copies_s, 0.0)
+    exposed_s = min(max(parts.communication_s - copies_s, 0.0), moved_s)
+    least_s = ROUNDING * parts.step_s
+    hidden_s, copied_s = moved_s - exposed_s, parts.communication_s - exposed_s
+    return (
+        exposed_s if exposed_s > least_s else 0.0,
+        hidden_s if hidden_s > least_s else 0.0,
+        copied_s if copied_s > least_s else 0.0,
     )
 
 

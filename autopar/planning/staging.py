@@ -8,6 +8,7 @@ simulated over their times.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -40,7 +41,7 @@ from autopar.schedules import (
     with_reductions,
 )
 from autopar.schedules.generators.out_of_order import STEADY_ITERATIONS
-from autopar.schedules.simulate.timeline import covered_by_device
+from autopar.schedules.simulate.timeline import covered_by_device, covered_s
 from autopar.search.stages import cut_chain
 from autopar.sharding.strategy import Analysis
 
@@ -49,6 +50,9 @@ from autopar.sharding.strategy import Analysis
 class PipelineTimes:
     """A simulated step: its time, and the times of the pipeline rank that computes most.
 
+    ``rank`` is that one. ``communication_s`` is its exposed communication, ``hidden_s`` what
+    overlaps with its computation; waiting for messages is neither, but part of the bubbles.
+    ``blocks`` maps those on the rank to the fraction of all micro-batches that it runs them for.
     ``collectives``: the price of messages between stages and sums over replicas, None if there are
     none.
     """
@@ -57,8 +61,11 @@ class PipelineTimes:
     forward_s: float
     backward_s: float
     communication_s: float
+    hidden_s: float
     update_s: float
     bubble_share: float
+    rank: int
+    blocks: dict[str, float]
     collectives: Estimate | None
 
 
@@ -288,36 +295,67 @@ def pipeline_times(
     busiest = max(range(num_devices), key=busy_s.__getitem__)
     spent = _spent(timeline, busiest, per_stage)
     passes = candidate.priced.pricing.num_passes
-    each = passes / num_iterations
     return PipelineTimes(
         step_s=passes * (timeline.period_s + own.move_after_s[last] + own.update_after_s[last]),
-        forward_s=each * spent["forward"],
-        backward_s=each * spent["backward"],
-        communication_s=each * spent["communication"] + passes * own.move_after_s[last],
-        update_s=each * spent["update"] + passes * own.update_after_s[last],
+        forward_s=passes * spent["forward"],
+        backward_s=passes * spent["backward"],
+        communication_s=passes * (spent["communication"] + own.move_after_s[last]),
+        hidden_s=passes * spent["overlapped"],
+        update_s=passes * (spent["update"] + own.update_after_s[last]),
         bubble_share=timeline.bubble_ratio,
+        rank=busiest,
+        blocks=_blocks_on(schedule.shape, busiest, stage_of),
         collectives=added(messages, own.sums),
     )
+
+
+def _blocks_on(shape: PipelineShape, rank: int, stage_of: Mapping[str, int]) -> dict[str, float]:
+    """The blocks on a pipeline rank, and the fraction of the micro-batches it runs them for."""
+    held = Counter(stage for _, stage in shape.stages_on(rank))
+    return {
+        name: held[stage] / shape.num_replicas for name, stage in stage_of.items() if stage in held
+    }
+
+
+PARTS = {"backward": "BIW", "forward": "FR", "update": "U", "communication": "G"}
+"""The kinds of action in each part of a step; what is done at once counts as the first of them."""
 
 
 def _spent(
     timeline: Timeline, device: int, per_stage: Sequence[Sequence[BlockTimes]]
 ) -> dict[str, float]:
-    """Seconds that a pipeline rank spends on forward, backward, updates and communication."""
-    spent = dict.fromkeys(("forward", "backward", "communication", "update"), 0.0)
-    there = [sum(b.forward_communication_s for b in blocks) for blocks in per_stage]
-    back = [sum(b.backward_communication_s for b in blocks) for blocks in per_stage]
+    """Seconds of a step that a pipeline rank spends on each part; overlapped reductions are their
+    own.
+
+    Where iterations overlap, those between the ends of the last two.
+    """
+    ends_s = timeline.iteration_ends_s
+    since_s, until_s = ends_s[-2:] if len(ends_s) > 1 else (0.0, timeline.makespan_s)
+    spans: dict[str, list[tuple[float, float]]] = {part: [] for part in PARTS}
+    inside = dict.fromkeys(("forward", "backward"), 0.0)
+    part_of = {kind: part for part, kinds in PARTS.items() for kind in kinds}
     for item in timeline.of_device(device):
-        kind, stage = item.action.kind.value, item.action.stage
-        if kind in ("F", "R"):
-            spent["forward"] += item.duration_s - there[stage] * item.action.span
-            spent["communication"] += there[stage] * item.action.span
-        elif kind in ("I", "B", "W"):
-            inside = back[stage] * item.action.span if kind != "W" else 0.0
-            spent["backward"] += item.duration_s - inside
-            spent["communication"] += inside
-        elif kind in ("G", "U"):
-            spent["communication" if kind == "G" else "update"] += item.duration_s
+        action = item.action
+        if action.kind.value not in part_of:
+            continue
+        part, blocks = part_of[action.kind.value], per_stage[action.stage]
+        span = max(item.start_s, since_s), min(item.end_s, until_s)
+        if span[0] >= span[1]:
+            continue
+        spans[part].append(span)
+        num = action.span * (span[1] - span[0]) / item.duration_s
+        if part == "forward":
+            inside[part] += num * sum(b.forward_communication_s for b in blocks)
+        elif part == "backward" and action.kind is not Kind.W:
+            inside[part] += num * sum(b.backward_communication_s for b in blocks)
+    spent, before = dict[str, float](), list[tuple[float, float]]()
+    for part, each in spans.items():
+        spent[part] = covered_s([*before, *each]) - covered_s(before)
+        before += each
+    spent["overlapped"] = covered_s(spans["communication"]) - spent["communication"]
+    for part, inside_s in inside.items():
+        spent[part] -= inside_s
+        spent["communication"] += inside_s
     return spent
 
 

@@ -358,6 +358,7 @@ def _figures(plan: PlanFields) -> dict[str, str]:
         "backward": format_seconds(p.backward_s),
         "exposed communication": format_seconds(p.communication_s),
         "overlapped communication": format_seconds(p.hidden_s),
+        "casts and copies": format_seconds(p.copies_s),
         "weight update": format_seconds(p.update_s),
         "bubble": f"{p.bubble_share:.1%}",
         "memory of a device": format_bytes(needed_bytes(plan)),

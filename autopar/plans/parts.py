@@ -120,10 +120,11 @@ class Prediction(_Struct, frozen=True):
     ``update_source`` that of the updates (none without training); ``communication_is_noisy`` says
     that the measurement of a collective used is noisy. Copies of inputs are priced analytically.
 
-    Times. ``communication_s`` is exposed communication, ``hidden_s`` overlapped communication (0
-    for pipelines; see `autopar.pricing.step_time`). A pipeline's step is simulated: its other times
-    are those of the pipeline rank that computes most, and ``bubble_share`` is the idle fraction of
-    all devices.
+    Times. ``communication_s`` is exposed communication, ``hidden_s`` overlapped communication,
+    ``copies_s`` casts and copies that redistributions make on the device itself (see
+    `autopar.pricing.step_time`). A pipeline's step is simulated: its other times are those of
+    ``pipeline_rank``, the one that computes most, and ``bubble_share`` is the idle fraction of all
+    devices.
 
     Memory is counted over the lowered graphs, with ``num_optimizer_states`` state tensors per
     parameter. ``resident_bytes`` (on CPUs) is the growth of the process: the tensors, memory that
@@ -145,6 +146,8 @@ class Prediction(_Struct, frozen=True):
     memory_bytes: dict[str, int]
     memory_peak_at: str
     hidden_s: float = 0.0
+    copies_s: float = 0.0
+    pipeline_rank: int = 0
     bubble_share: float = 0.0
     resident_bytes: int | None = None
     model_flops: int = 0
@@ -332,8 +335,8 @@ class ModulePlan(_Struct, frozen=True):
 
     ``splits`` says for each mesh axis how most of the time of the ops is split along it: ``batch``,
     ``sequence``, the name of another dimension, or ``-`` where every device computes the same.
-    Times are those of all micro-batches; ``communication_s`` includes what overlaps with
-    computation, and excluded is what is recomputed.
+    Times are those of all micro-batches, without recomputation. ``communication_s`` is that of all
+    redistributions: collectives, overlapped ones too, casts and copies.
     """
 
     block: str
@@ -467,6 +470,13 @@ class PlanFields(_Struct, frozen=True, dict=True):
     @property
     def is_pipeline(self) -> bool:
         return bool(self.schedule.first_blocks)
+
+    @property
+    def busiest_rank(self) -> str:
+        """Words for the pipeline rank whose times are predicted; none if all run all stages."""
+        rank = self.prediction.pipeline_rank
+        is_one_of = self.is_pipeline and self.schedule.num_devices > 1
+        return f"pipeline rank {rank}, which computes most" * is_one_of
 
     @property
     def device_mesh(self) -> Mesh:

@@ -194,15 +194,21 @@ def _extras(plan: PlanFields) -> list[tuple[str, str]]:
 
 def _step(plan: PlanFields) -> tuple[tuple[str, str], ...]:
     p = plan.prediction
-    compute = f"forward {format_seconds(p.forward_s)}, backward {format_seconds(p.backward_s)}"
-    communication = f"{format_seconds(p.communication_s)} exposed"
-    if p.hidden_s:
-        communication += f", {format_seconds(p.hidden_s)} overlapped"
+    times = {"forward": p.forward_s, "backward": p.backward_s, "update": p.update_s}
+    compute = ", ".join(f"{name} {format_seconds(time_s)}" for name, time_s in times.items())
+    if plan.busiest_rank:
+        compute += f" on {plan.busiest_rank}"
+    moved = {
+        "exposed": p.communication_s,
+        "overlapped": p.hidden_s,
+        "of casts and copies": p.copies_s,
+    }
+    moves = [f"{format_seconds(time_s)} {kind}" for kind, time_s in moved.items() if time_s]
     bubble = [("bubble", f"{p.bubble_share:.1%} of all devices")] if plan.is_pipeline else []
     return (
         ("total", f"{format_seconds(p.step_time_s)}, {throughput_text(plan)}"),
-        ("computation", f"{compute}, update {format_seconds(p.update_s)}"),
-        ("communication", communication),
+        ("computation", compute),
+        ("communication", ", ".join(moves) or "none"),
         *bubble,
         ("prices", _cut(_sources(plan), 2)),
     )

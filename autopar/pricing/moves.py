@@ -61,11 +61,15 @@ class PlacementTable:
 class MovePrice:
     """Seconds of redistributing one micro-batch of a value, forward and backward.
 
-    ``collectives`` is the communication of both, with its source; None if there is none.
+    ``forward_copies_s`` and ``backward_copies_s`` are the part that a device spends on its own:
+    casts, slices, masks, padding, and copies before and after collectives. ``collectives`` is the
+    communication of both passes, with its source; None if there is none.
     """
 
     forward_s: float
     backward_s: float
+    forward_copies_s: float
+    backward_copies_s: float
     collectives: Estimate | None
 
 
@@ -205,6 +209,7 @@ class Moves:
         widened = 1.0 if mixed is None else mixed.reduced.itemsize / value.dtype.itemsize
         kind = (value.dtype, value.differentiable, parts, num_joined, widened)
         known = self._moved.setdefault(kind, {})
+        copied_s = [forward_s, backward_s]
         collectives: Estimate | None = None
         for move in self.routes(source, target, value.shape, self.mesh):
             found = known.get(move)
@@ -212,8 +217,13 @@ class Moves:
                 found = known[move] = self._move(value, move, parts, num_joined, widened)
             forward_s += found.forward_s
             backward_s += found.backward_s
+            copied_s[0] += found.forward_copies_s
+            copied_s[1] += found.backward_copies_s
             collectives = added(collectives, found.collectives)
-        return MovePrice(forward_s=forward_s, backward_s=backward_s, collectives=collectives)
+        return MovePrice(
+            forward_s=forward_s, backward_s=backward_s, forward_copies_s=copied_s[0],
+            backward_copies_s=copied_s[1], collectives=collectives,
+        )  # fmt: skip
 
     def _casts_s(
         self, value: Value, mixed: Mixed | None, source: Placements, target: Placements
@@ -244,14 +254,17 @@ class Moves:
         there = back = None
         if move.forward is not None:
             there = self.collective(move.forward, grown, move.axes, num_joined)
-            forward_s += 0.0 if there is None else there.time_s
             forward_s += copies * self._pass_s(grown)
         if value.differentiable and move.backward is not None:
             wide = round(widened * grown)
             back = self.collective(move.backward, wide, move.axes, num_joined)
-            backward_s = 0.0 if back is None else back.time_s
             backward_s += copies * self._pass_s(wide)
-        return MovePrice(forward_s=forward_s, backward_s=backward_s, collectives=added(there, back))
+        return MovePrice(
+            forward_s=forward_s + (0.0 if there is None else there.time_s),
+            backward_s=backward_s + (0.0 if back is None else back.time_s),
+            forward_copies_s=forward_s, backward_copies_s=backward_s,
+            collectives=added(there, back),
+        )  # fmt: skip
 
     def collective(
         self, kind: str, size_bytes: int, axes: tuple[int, ...], num_joined: int = 1

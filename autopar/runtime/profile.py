@@ -175,12 +175,13 @@ class Profile:
         """The phases of a step: predicted seconds, and those measured on the slowest ranks."""
         p, ranks = self.plan.prediction, self._slowest
         exposed_s = p.communication_s
-        rest_s = p.step_time_s - p.forward_s - p.backward_s - exposed_s - p.update_s
+        rest_s = p.step_time_s - p.forward_s - p.backward_s - exposed_s - p.copies_s - p.update_s
         messages = "messages between stages", None, [r.messages_s for r in ranks]
         return (
             ("forward", p.forward_s, [r.forward_s for r in ranks]),
             ("backward", p.backward_s, [r.backward_s for r in ranks]),
             ("exposed communication", exposed_s, []),
+            *([("casts and copies", p.copies_s, [])] if p.copies_s else []),
             *([messages] if self.plan.is_pipeline else []),
             ("waiting", max(rest_s, 0.0), [r.waiting_s for r in ranks]),
             ("updates and the rest", p.update_s, [r.rest_s for r in ranks]),

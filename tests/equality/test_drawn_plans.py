@@ -19,24 +19,21 @@ FACTOR = 20 if EXHAUSTIVE else 1
 NUM_STEPS = 2
 PROGRAMS = {
     "mlp": 28,
-    "dlrm": 8,
-    "odd_vit": 6,
-    "odd_layers": 8,
-    "gpt2": 12,
-    "bert": 10,
-    "transformer_encoder": 6,
-    "llama": 5,
-    "mixtral": 4,
-    "t5": 4,
-    "resnet": 4,
-    "lstm": 3,
-    "odd_llama": 3,
-    "alexnet": 3,
-    "vit": 2,
-    "odd_gpt2": 2,
+    "gpt2": 8,
+    "bert": 6,
+    "dlrm": 6,
+    "odd_layers": 6,
+    "transformer_encoder": 4,
+    "llama": 3,
+    "alexnet": 2,
+    "lstm": 2,
+    "mixtral": 2,
+    "odd_vit": 2,
+    "resnet": 2,
+    "odd_gpt2": 1,
 }
-"""Programs drawn of each model; one of the others, which take longer."""
-NUM_SCHEDULES = 18
+"""Programs drawn of each model; one of the others, which take longer, under fewer schedules."""
+MANY_SCHEDULES, FEW_SCHEDULES = 30, 12
 """Schedules that each program is tried under, the plain one among them."""
 NAMES = [*MODELS, *MORE_MODELS, *UNEVEN_MODELS, "gpt2 of 8 layers", "llama of 6 layers"]
 
@@ -59,11 +56,12 @@ def case_of(name: str) -> Case:
 )
 def test_drawn_plans_equal_eager(name: str, number: int) -> None:
     case, tried = case_of(name), 0
-    for drawn in drawn_programs(case, number, NUM_SCHEDULES):
+    num_schedules = MANY_SCHEDULES if name in PROGRAMS else FEW_SCHEDULES
+    for drawn in drawn_programs(case, number, num_schedules):
         try:
             case.check(drawn.program)
         except Exception as error:
             error.add_note(drawn.text)
             raise
         tried += 1
-    assert tried >= NUM_SCHEDULES // 2, "nearly everything that was drawn was refused"
+    assert tried >= num_schedules // 2, "nearly everything that was drawn was refused"

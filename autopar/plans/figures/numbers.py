@@ -26,17 +26,20 @@ def step_data(plan: PlanFields) -> Bars:
         "forward": p.forward_s,
         "backward": p.backward_s,
         "exposed communication": p.communication_s,
+        "casts and copies": p.copies_s,
         "update": p.update_s,
     }
     rest_s = p.step_time_s - sum(parts.values())
     if rest_s > 0.005 * p.step_time_s:
         parts["waiting"] = rest_s
     return Bars(
-        title=f"A step of {format_seconds(p.step_time_s)}",
+        title=f"A step of {format_seconds(p.step_time_s)}"
+        + f" on {plan.busiest_rank}" * bool(plan.busiest_rank),
         unit=Unit.SECONDS, rows=("step",), stacked=True,
         series=tuple(
             Series(name=f"{name} {format_seconds(time_s)}", values=(time_s,))
             for name, time_s in parts.items()
+            if time_s
         ),
     )  # fmt: skip
 

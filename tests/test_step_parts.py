@@ -1,0 +1,89 @@
+"""The parts of a predicted step: they add up, and casts and copies are no communication."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar import Plan
+from autopar.cost_models import Cluster
+from tests.models import families
+
+WIDTH, ROWS = 512, 64
+ONE = Cluster.preset("a100-80", devices_per_node=1)
+FOUR = Cluster.preset("a100-80", devices_per_node=4)
+PIPELINE: dict[str, Any] = {"num_stages": 4, "num_microbatches": 8}
+
+
+class Product(nn.Module):
+    """One product, so that what is cast and copied can be counted by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sum()
+
+
+@functools.cache
+def planned(schedule: str, *constraints: autopar.Force) -> Plan:
+    tokens = torch.zeros(32, 16, dtype=torch.int64)
+    inputs = {"input_ids": tokens, "labels": tokens}
+    return autopar.plan(
+        families.llama(4), FOUR, example_inputs=inputs, schedule=schedule, precision="bf16",
+        constraints=constraints, **PIPELINE,
+    )  # fmt: skip
+
+
+def parts_s(plan: Plan) -> float:
+    p = plan.prediction
+    return p.forward_s + p.backward_s + p.communication_s + p.copies_s + p.update_s
+
+
+def test_casts_are_a_pass_over_memory_each() -> None:
+    """The weight is read in one dtype and written in another, as its gradient is, which may
+    overlap."""
+    plan = autopar.plan(
+        Product(), ONE, example_inputs={"x": torch.randn(ROWS, WIDTH)}, precision="bf16"
+    )
+    device, p = plan.cluster.device, plan.prediction
+    bandwidth = device.memory_bandwidth_bytes_per_s
+    cast_s = device.kernel_launch_s + WIDTH**2 * (2 + 4) / bandwidth
+    input_s = 2 * 4 * ROWS * WIDTH / bandwidth
+    assert (cast_s + input_s) * (1 - 1e-6) <= p.copies_s <= 2 * cast_s + input_s
+    assert p.communication_s == p.hidden_s == 0
+    assert "communication  0" not in str(plan)
+    assert parts_s(plan) == pytest.approx(p.step_time_s)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved", "fast_forward"])
+def test_no_sums_are_communication_where_stages_have_one_rank(schedule: str) -> None:
+    plan = planned(schedule)
+    p = plan.prediction
+    assert p.communication_s == p.hidden_s == 0
+    assert 0 < p.copies_s < parts_s(plan) < p.step_time_s
+    assert f"pipeline rank {p.pipeline_rank}, which computes most" in " ".join(str(plan).split())
+
+
+@pytest.mark.parametrize("schedule", ["conventional", "reverse_first_k"])
+def test_overlapped_sums_are_no_part_of_the_step(schedule: str) -> None:
+    """Every device has all stages, and reduces its gradients while it computes."""
+    plan = planned(schedule, autopar.Force("data_parallel"))
+    p = plan.prediction
+    assert p.hidden_s > 0
+    assert parts_s(plan) <= p.step_time_s * (1 + 1e-6)
+    assert parts_s(plan) == pytest.approx(p.step_time_s * (1 - p.bubble_share), rel=0.05)
+    assert "computes most" not in str(plan)
+
+
+def test_the_parts_of_replicated_stages_fit_into_the_step() -> None:
+    plan = planned("chimera")
+    p = plan.prediction
+    assert p.communication_s + p.hidden_s > 0
+    assert parts_s(plan) <= p.step_time_s
