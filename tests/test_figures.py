@@ -227,7 +227,7 @@ def test_a_timeline_and_what_ranks_hold_are_those_of_the_simulation() -> None:
     spans = sorted((p.get_x() / 1e3, p.get_width() / 1e3) for p in axes.patches)
     assert spans == [
         pytest.approx(each)
-        for each in sorted((i.start_s, i.duration_s) for i in timeline.intervals)
+        for each in sorted((i.start_s, i.duration_s) for i in timeline.intervals if i.peer < 0)
     ]
     _, axes = plan.figure("activations")
     peaks = [max(line.get_ydata()) for line in axes.lines]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import json
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 import autopar
 from autopar import Plan
 from autopar.cost_models import Cluster
+from autopar.plans.timeline import predicted_timeline, predicted_trace
 from tests.models import families
 
 WIDTH, ROWS = 512, 64
@@ -80,6 +83,48 @@ def test_overlapped_sums_are_no_part_of_the_step(schedule: str) -> None:
     assert parts_s(plan) <= p.step_time_s * (1 + 1e-6)
     assert parts_s(plan) == pytest.approx(p.step_time_s * (1 - p.bubble_share), rel=0.05)
     assert "computes most" not in str(plan)
+
+
+@pytest.mark.parametrize(
+    "schedule", ["gpipe", "1f1b", "zb_h1", "interleaved", "fast_forward", "chimera", "gems"]
+)
+def test_the_timeline_ends_with_the_step(schedule: str) -> None:
+    """It has the messages, sums and updates that the search has simulated, after JSON too."""
+    plan = Plan.from_json(planned(schedule).to_json())
+    timeline = predicted_timeline(plan)
+    assert timeline is not None
+    assert timeline.makespan_s == pytest.approx(plan.prediction.step_time_s, rel=1e-6)
+    events = json.loads(predicted_trace(plan))["traceEvents"]
+    assert max(each.get("ts", 0) + each.get("dur", 0) for each in events) == pytest.approx(
+        plan.prediction.step_time_s * 1e6, rel=1e-3
+    )
+    assert {"compute", "communication"} <= {each.get("cat") for each in events}
+
+
+def test_the_timeline_of_unequal_islands_ends_with_the_step() -> None:
+    cluster = Cluster.joined(
+        [Cluster.preset(name, devices_per_node=2) for name in ("a100-80", "v100")],
+        bandwidth_bytes_per_s=1e10,
+        latency_s=1e-5,
+    )
+    tokens = torch.zeros(32, 16, dtype=torch.int64)
+    plan = autopar.plan(
+        families.llama(4), cluster, example_inputs={"input_ids": tokens, "labels": tokens},
+        schedule="1f1b", **PIPELINE,
+    )  # fmt: skip
+    timeline = predicted_timeline(plan)
+    assert timeline is not None
+    assert timeline.makespan_s == pytest.approx(plan.prediction.step_time_s, rel=1e-6)
+
+
+def test_edited_stages_have_no_timeline() -> None:
+    plan = planned("1f1b")
+    assert plan.stage_costs is not None
+    shorter = structs.replace(plan.stage_costs, update_after_s=(0.0,), reduce_after_s=(0.0,))
+    edited = structs.replace(plan, stage_costs=shorter)
+    assert predicted_timeline(edited) is None
+    with pytest.raises(autopar.InputError, match="it has no prices for the blocks of its stages"):
+        edited.figure("timeline")
 
 
 def test_the_parts_of_replicated_stages_fit_into_the_step() -> None:

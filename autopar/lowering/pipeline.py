@@ -34,10 +34,10 @@ from autopar.schedules import (
     step,
     verify,
     with_communication,
-    with_reductions,
 )
 from autopar.schedules.runnable import check_runs, uses_side_stream
 from autopar.schedules.transforms.communication import message_of
+from autopar.schedules.transforms.reductions import with_replica_sums
 
 
 def serial_schedule(num_microbatches: int) -> Schedule:
@@ -94,16 +94,6 @@ def with_pipeline(
         loss=None if program.loss is None else cut.output(program.loss),
         outputs=tuple(cut.output(output) for output in program.outputs),
     )
-
-
-def with_replica_sums(schedule: Schedule) -> Schedule:
-    """The schedule with a gradient reduction right after the last W of each replicated stage.
-
-    Reductions overlap with computation; while a device waits for others, they cost nothing.
-    """
-    if schedule.shape.num_replicas == 1 or schedule.shape.reduces:
-        return schedule
-    return with_reductions(schedule, Durations(F=1.0, I=1.0, W=1.0, G=1.0), hidden_share=0.0)
 
 
 def _check_schedule(program: RankProgram, schedule: Schedule) -> None:

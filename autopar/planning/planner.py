@@ -353,6 +353,7 @@ def _planned(search: Search, fitted: Fitted) -> Planned:
             fitted.memory, modules, best.recomputation, num_microbatches=num,
             update_s=prediction.update_s,
         ),
+        stage_costs=None if staged is None else staged.times.costs,
     )  # fmt: skip
     plan = plan.with_trace(setting.progress.trace(prediction.step_time_s))
     return Planned(

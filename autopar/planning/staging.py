@@ -19,11 +19,11 @@ from autopar.ir.blocks import MIN_OPS, MIN_PART_OPS
 from autopar.ir.graph import Graph
 from autopar.ir.placement import local_shape
 from autopar.ir.stages import Stages
-from autopar.lowering.pipeline import with_replica_sums
 from autopar.lowering.stages import stage_of_blocks, staged_blocks, stages_from_cuts
 from autopar.planning.combinations import KEPT_SHARE
 from autopar.planning.space import PipelineChoice
 from autopar.planning.stage_prices import links_of, message_s_by_border, times_by_stage
+from autopar.plans.stage_costs import StageCosts
 from autopar.pricing.block_times import BlockTimes, reading_blocks
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.moves import added
@@ -42,6 +42,7 @@ from autopar.schedules import (
 )
 from autopar.schedules.generators.out_of_order import STEADY_ITERATIONS
 from autopar.schedules.simulate.timeline import covered_by_device, covered_s
+from autopar.schedules.transforms.reductions import with_replica_sums
 from autopar.search.stages import cut_chain
 from autopar.sharding.strategy import Analysis
 
@@ -53,6 +54,7 @@ class PipelineTimes:
     ``rank`` is that one. ``communication_s`` is its exposed communication, ``hidden_s`` what
     overlaps with its computation; waiting for messages is neither, but part of the bubbles.
     ``blocks`` maps those on the rank to the fraction of all micro-batches that it runs them for.
+    ``costs`` are those that were simulated.
     ``collectives``: the price of messages between stages and sums over replicas, None if there are
     none.
     """
@@ -66,6 +68,7 @@ class PipelineTimes:
     bubble_share: float
     rank: int
     blocks: dict[str, float]
+    costs: StageCosts
     collectives: Estimate | None
 
 
@@ -305,6 +308,7 @@ def pipeline_times(
         bubble_share=timeline.bubble_ratio,
         rank=busiest,
         blocks=_blocks_on(schedule.shape, busiest, stage_of),
+        costs=StageCosts.of(schedule, durations, links, (own.move_after_s, own.update_after_s)),
         collectives=added(messages, own.sums),
     )
 

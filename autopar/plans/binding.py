@@ -36,6 +36,7 @@ from autopar.plans.parts import (
 )
 from autopar.plans.refusals import at, refused
 from autopar.plans.schedule_plan import SchedulePlan
+from autopar.plans.stage_costs import StageCosts
 from autopar.sharding.strategy import Analysis, Assignment, Strategy
 
 
@@ -55,6 +56,7 @@ def make_plan(
     modules: tuple[ModulePlan, ...],
     runner_ups: tuple[RunnerUp, ...] = (),
     curve: MemoryCurve | None = None,
+    stage_costs: StageCosts | None = None,
 ) -> Plan:
     """Assemble the plan of a strategy."""
     graph, assignment = strategy.graph, strategy.assignment
@@ -98,6 +100,7 @@ def make_plan(
         modules=modules,
         runner_ups=runner_ups,
         memory_curve=curve,
+        stage_costs=stage_costs,
         recomputation=RecomputationPlan.of(recomputation),
         offload=offload,
     )

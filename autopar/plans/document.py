@@ -224,6 +224,8 @@ def _check_reports(plan: Plan) -> None:
                 raise refused("it must be finite", path_of(("runner_ups", position, field)))
     if plan.memory_curve is not None:
         plan.memory_curve.read()
+    if plan.stage_costs is not None:
+        plan.stage_costs.check()
 
 
 def _check_recomputation(plan: Plan) -> None:

@@ -22,6 +22,7 @@ from autopar.movement.plan import MovementFields, MovementPlan
 from autopar.plans.refusals import refused
 from autopar.plans.schedule_plan import SchedulePlan
 from autopar.plans.search_trace import SearchTrace
+from autopar.plans.stage_costs import StageCosts
 
 _WHOLE = re.compile(r"[0-9]{1,18}")
 _DECIMAL = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?(e-?[0-9]{1,2})?")
@@ -404,8 +405,9 @@ class PlanFields(_Struct, frozen=True, dict=True):
     accumulated and reduced once. ``recomputation`` lists only the blocks that recompute,
     ``kernels`` only those of which graphs are compiled or were considered. ``offload`` is None if
     nothing moves to the host. ``uses`` has an entry for every parameter, ``modules`` one for every
-    module of every block, ``runner_ups`` one for those with another choice; reports read them and
-    ``memory_curve``, nothing is executed by them.
+    module of every block, ``runner_ups`` one for those with another choice. ``stage_costs`` is what
+    a pipeline's step was simulated with. Reports read them and ``memory_curve``; nothing is
+    executed by them.
     """
 
     schema_version: int
@@ -430,6 +432,7 @@ class PlanFields(_Struct, frozen=True, dict=True):
     offload: OffloadPlan | None = None
     runner_ups: tuple[RunnerUp, ...] = ()
     memory_curve: MemoryCurve | None = None
+    stage_costs: StageCosts | None = None
 
     @property
     def search_trace(self) -> SearchTrace:

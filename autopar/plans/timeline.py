@@ -1,8 +1,8 @@
 """The predicted timeline of a plan's step: its schedule, simulated at the plan's own prices.
 
-In: a plan. Out: the seconds of each stage's actions, the timeline, and its trace. Only computation
-is simulated; messages between stages are part of the plan's step time, and stages that begin at no
-block of the plan, as in an edited one, have no times.
+In: a plan. Out: the seconds of each stage's actions, the timeline, and its trace. A pipeline is
+simulated as the search did, messages included; one without these costs, or with other stages or
+ranks, as in an edited plan, has no timeline. Without a pipeline it is the computation of a step.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from autopar.base.errors import InputError
 from autopar.ir.recomputation import Recomputation
-from autopar.plans.blocks import stages_of_blocks
 from autopar.plans.parts import ModulePlan, PlanFields
+from autopar.plans.stage_costs import StageCosts
 from autopar.schedules import Durations, Schedule, Timeline, build, simulate, trace_json
 
 
@@ -33,18 +33,23 @@ def block_seconds(
 
 
 def stage_durations(plan: PlanFields) -> Durations | None:
-    """Predicted seconds of each stage's computation for one micro-batch; None without prices."""
+    """Predicted seconds of each stage's actions for one micro-batch; None without prices.
+
+    Without a pipeline there is one stage, without its communication.
+    """
+    if plan.is_pipeline:
+        costs = _costs(plan)
+        return None if costs is None else costs.durations
     if not plan.modules:
         return None
-    stages = stages_of_blocks(plan)
-    if not stages.keys() >= set(plan.schedule.first_blocks):
-        return None
-    times = {graph: [0.0] * plan.schedule.num_stages for graph in "FIW"}
     blocks = block_seconds(plan.modules, plan.recomputed, plan.schedule.num_microbatches)
-    for block, seconds in blocks.items():
-        for graph, time_s in seconds.items():
-            times[graph][stages[block]] += time_s
+    times = {graph: sum(each[graph] for each in blocks.values()) for graph in "FIW"}
     return Durations(F=times["F"], I=times["I"], W=times["W"])
+
+
+def _costs(plan: PlanFields) -> StageCosts | None:
+    costs = plan.stage_costs
+    return costs if costs is not None and costs.fit(schedule_of(plan)) else None
 
 
 def schedule_of(plan: PlanFields) -> Schedule:
@@ -56,9 +61,13 @@ def schedule_of(plan: PlanFields) -> Schedule:
 
 
 def predicted_timeline(plan: PlanFields) -> Timeline | None:
-    """The computation of a step on each pipeline rank; None without prices of its stages."""
+    """The timeline of a step on each pipeline rank; None without prices of its stages."""
+    schedule = schedule_of(plan)
+    if plan.is_pipeline:
+        costs = _costs(plan)
+        return None if costs is None else costs.timeline(schedule)
     durations = stage_durations(plan)
-    return None if durations is None else simulate(schedule_of(plan), durations)
+    return None if durations is None else simulate(schedule, durations)
 
 
 def predicted_trace(plan: PlanFields) -> str:
@@ -69,4 +78,5 @@ def predicted_trace(plan: PlanFields) -> str:
             "the plan has no prices for the blocks of its stages, so it has no timeline; make it "
             "again with autopar.plan(...)"
         )
-    return trace_json(timeline, memory=False)
+    word = "pipeline rank" if plan.is_pipeline else "device"
+    return trace_json(timeline, memory=False, word=word)

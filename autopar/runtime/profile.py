@@ -38,6 +38,7 @@ from autopar.schedules.simulate.timeline import covered_s
 from autopar.schedules.simulate.trace import device_names, interval_events, trace_text
 
 FORWARD, BACKWARD = (Kind.F,), (Kind.B, Kind.I, Kind.W, Kind.R)
+REST = "updates and the rest"
 MOST_RANKS = 8
 """The report has columns for so many ranks: those that take longest."""
 NOTE = (
@@ -65,7 +66,8 @@ class RankPhases:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
     """Median measured seconds of a stage's forward and backward pass of one micro-batch, over all
-    of its ranks, and the predicted ones of its computation, None without prices."""
+    of its ranks, and the predicted ones, None without prices; without a pipeline, those of the
+    computation."""
 
     stage: int
     forward_s: float
@@ -184,7 +186,7 @@ class Profile:
             *([("casts and copies", p.copies_s, [])] if p.copies_s else []),
             *([messages] if self.plan.is_pipeline else []),
             ("waiting", max(rest_s, 0.0), [r.waiting_s for r in ranks]),
-            ("updates and the rest", p.update_s, [r.rest_s for r in ranks]),
+            (REST, p.update_s, [r.rest_s for r in ranks]),
         )
 
     def _phase_section(self) -> Section:
@@ -213,7 +215,7 @@ class Profile:
             cells = [cell for times in passes for cell in _beside(*times)]
             rows.append((f"stage {each.stage}", *cells))
         columns = ("", "forward", "predicted", "ratio", "backward", "predicted", "ratio")
-        title = "a micro-batch, computation as predicted"
+        title = "passes of a micro-batch by stage"
         return Section(title=title, columns=columns, rows=tuple(rows)).used_columns()
 
     def report(self, width: int = WIDTH) -> str:
@@ -262,7 +264,7 @@ class Profile:
             predicted += [each.predicted_forward_s, each.predicted_backward_s]
             measured += [each.forward_s, each.backward_s]
         return Bars(
-            title="A micro-batch by stage: computation as predicted, and passes as measured",
+            title="Passes of a micro-batch by stage: predicted and measured",
             unit=Unit.SECONDS, rows=tuple(rows),
             series=(
                 _series("predicted", tuple(predicted)), _series("measured", tuple(measured)),
@@ -299,12 +301,15 @@ class Profile:
             for each in actions:
                 times = each.start_s - zero, each.end_s - zero
                 measured.append(Interval(rank, each.resource, each.action, *times))
-        slices = interval_events(measured, "measured ")
+        slices = interval_events(measured, "measured ", word="rank")
         timeline, predicted = predicted_timeline(self.plan), list[Interval]()
         if timeline is not None:
             size = len(self.actions) // timeline.shape.num_devices
             predicted = [
-                each._replace(device=each.device * size + number)
+                each._replace(
+                    device=each.device * size + number,
+                    peer=each.peer * size + number if each.peer >= 0 else each.peer,
+                )
                 for number in range(size)
                 for each in timeline.intervals
             ]
@@ -312,8 +317,25 @@ class Profile:
         return [
             *device_names(len(self.actions), "rank"),
             *slices,
-            *interval_events(predicted, "predicted ", first_track),
+            *self._rest_events(slices),
+            *interval_events(predicted, "predicted ", first_track, word="rank"),
         ]
+
+    def _rest_events(self, slices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """After the last action of each rank: updates, and what else is outside of actions."""
+        found = []
+        for rank, phases in enumerate(self.ranks):
+            own = [each for each in slices if each["pid"] == rank and each["ph"] == "X"]
+            if own:
+                last = max(own, key=lambda each: each["ts"] + each["dur"])
+                found.append(
+                    {
+                        "name": REST, "cat": "compute", "ph": "X", "pid": rank,
+                        "tid": min(each["tid"] for each in own),
+                        "ts": last["ts"] + last["dur"], "dur": round(phases.rest_s * 1e9) / 1000,
+                    }
+                )  # fmt: skip
+        return found
 
     def save_trace(self, path: str | Path) -> None:
         """Write the trace as JSON, to be opened in ui.perfetto.dev or chrome://tracing."""

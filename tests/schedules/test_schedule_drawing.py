@@ -13,6 +13,7 @@ from autopar.schedules import (
     Durations,
     Links,
     Memory,
+    Resource,
     Schedule,
     Timeline,
     build,
@@ -35,13 +36,14 @@ def timeline() -> Timeline:
 def test_a_chart_has_a_bar_for_every_action(timeline: Timeline) -> None:
     chart = timeline_data(timeline)
     assert len(chart.bars) == timeline.schedule.num_actions
-    assert chart.rows[:2] == ("pipeline rank 0 main", "pipeline rank 0 collective")
+    assert chart.rows[:2] == ("pipeline rank 0", "pipeline rank 0 collective")
     by_label = {bar.label: bar for bar in chart.bars}
     for item in timeline.intervals:
         if item.peer < 0:
             bar = by_label[str(item.action)]
             assert (bar.start_s, bar.duration_s) == (item.start_s, item.end_s - item.start_s)
-            assert chart.rows[bar.row] == f"pipeline rank {item.device} {item.resource.value}"
+            track = "" if item.resource is Resource.MAIN else f" {item.resource.value}"
+            assert chart.rows[bar.row] == f"pipeline rank {item.device}{track}"
     assert len(timeline_data(timeline, links=True).bars) == len(timeline.intervals)
 
 

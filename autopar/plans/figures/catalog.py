@@ -49,8 +49,8 @@ def _timeline(plan: PlanFields) -> TimelineChart | None:
     found = predicted_timeline(plan)
     if found is None:
         return None
-    where = "by pipeline rank, without messages" if plan.is_pipeline else "of a step"
-    return replace(timeline_data(found), title=f"Computation {where}: {plan.schedule.name}")
+    what = "A step by pipeline rank" if plan.is_pipeline else "Computation of a step"
+    return replace(timeline_data(found), title=f"{what}: {plan.schedule.name}")
 
 
 def _activations(plan: PlanFields) -> HeldChart | None:

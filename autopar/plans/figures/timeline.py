@@ -82,11 +82,10 @@ def timeline_data(timeline: Timeline, *, links: bool = False) -> TimelineChart:
     shown = [item for item in timeline.intervals if links or item.peer < 0]
     order = sorted({(item.device, track_name(item)) for item in shown}, key=_row_key)
     rows = {key: number for number, key in enumerate(order)}
-    only_main = {track for _, track in order} == {Resource.MAIN.value}
     return TimelineChart(
         title=f"{timeline.schedule.name}: {Unit.SECONDS.text(timeline.makespan_s)}, "
         f"bubble {timeline.bubble_ratio:.1%}",
-        rows=tuple(_row_name(timeline, *key, only_main) for key in order),
+        rows=tuple(_row_name(timeline, *key) for key in order),
         bars=tuple(
             Bar(
                 rows[item.device, track_name(item)],
@@ -107,11 +106,11 @@ def _row_key(row: tuple[int, str]) -> tuple[int, int, str]:
     return device, list(Resource).index(Resource(track.split(" ")[0])), track
 
 
-def _row_name(timeline: Timeline, device: int, track: str, only_main: bool) -> str:
+def _row_name(timeline: Timeline, device: int, track: str) -> str:
     track = track.replace("device", "rank")
     if timeline.shape.num_devices == 1:
         return track
-    return rank_name(device) if only_main else f"{rank_name(device)} {track}"
+    return rank_name(device) if track == Resource.MAIN else f"{rank_name(device)} {track}"
 
 
 def rank_name(rank: int) -> str:

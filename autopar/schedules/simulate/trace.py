@@ -24,21 +24,25 @@ _CATEGORY = {
 }
 
 
-def track_name(item: Interval) -> str:
-    """The name of an interval's track: its resource, with the peer for a link."""
+def track_name(item: Interval, word: str = "device") -> str:
+    """The name of an interval's track: its resource, with the peer, a ``word``, for a link."""
     if item.peer < 0:
         return item.resource.value
-    word = "to" if item.resource is Resource.SEND else "from"
-    return f"{item.resource.value} {word} device {item.peer}"
+    way = "to" if item.resource is Resource.SEND else "from"
+    return f"{item.resource.value} {way} {word} {item.peer}"
 
 
-def trace_events(timeline: Timeline, *, memory: bool = True) -> list[dict[str, Any]]:
+def trace_events(
+    timeline: Timeline, *, memory: bool = True, word: str = "device"
+) -> list[dict[str, Any]]:
     """Events in the Trace Event Format; ``memory`` adds a counter track per device.
 
-    A second of the simulation is a second of the trace.
+    A second of the simulation is a second of the trace. ``word`` is what devices are called.
     """
     num_devices = timeline.shape.num_devices
-    events = [*device_names(num_devices), *interval_events(timeline.intervals)]
+    events = [
+        *device_names(num_devices, word), *interval_events(timeline.intervals, word=word),
+    ]  # fmt: skip
     if memory:
         for device in range(num_devices):
             events += [
@@ -60,7 +64,7 @@ def device_names(num_devices: int, word: str = "device") -> list[dict[str, Any]]
 
 
 def interval_events(
-    intervals: Iterable[Interval], prefix: str = "", first_track: int = 0
+    intervals: Iterable[Interval], prefix: str = "", first_track: int = 0, *, word: str = "device"
 ) -> list[dict[str, Any]]:
     """The slices of intervals, and the names of their tracks, which begin with ``prefix``.
 
@@ -75,7 +79,7 @@ def interval_events(
         number = numbers[item.device, _ORDER.index(item.resource), item.peer]
         if number not in named:
             named.add(number)
-            name = f"{prefix}{track_name(item)}"
+            name = f"{prefix}{track_name(item, word)}"
             events.append(_name("thread_name", item.device, number, name))
         start, end = _nanoseconds(item.start_s), _nanoseconds(item.end_s)
         events.append(
@@ -93,9 +97,9 @@ def interval_events(
     return events
 
 
-def trace_json(timeline: Timeline, *, memory: bool = True) -> str:
+def trace_json(timeline: Timeline, *, memory: bool = True, word: str = "device") -> str:
     """The trace as the text of a ``.json`` file."""
-    return trace_text(trace_events(timeline, memory=memory))
+    return trace_text(trace_events(timeline, memory=memory, word=word))
 
 
 def trace_text(events: list[dict[str, Any]]) -> str:

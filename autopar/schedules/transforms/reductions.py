@@ -61,6 +61,16 @@ def with_reductions(
     return _placed(schedule, eager, turn)
 
 
+def with_replica_sums(schedule: Schedule) -> Schedule:
+    """The schedule with a gradient reduction right after the last W of each replicated stage.
+
+    Reductions overlap with computation; while a device waits for others, they cost nothing.
+    """
+    if schedule.shape.num_replicas == 1 or schedule.shape.reduces:
+        return schedule
+    return with_reductions(schedule, Durations(F=1.0, I=1.0, W=1.0, G=1.0), hidden_share=0.0)
+
+
 def _compute(timeline: Timeline) -> list[list[tuple[float, float]]]:
     """The start and the end of each device's compute actions."""
     found: list[list[tuple[float, float]]] = [[] for _ in range(timeline.shape.num_devices)]
