@@ -20,13 +20,17 @@ MAX_WORDS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockGroup:
-    """Blocks that are parallelized alike; bytes and seconds are the sums of all of them."""
+    """Blocks that are parallelized alike; bytes and seconds are the sums of all of them.
+
+    ``recomputed_s`` is what their backward passes recompute.
+    """
 
     names: tuple[str, ...]
     shares: Shares
     splits: tuple[str, ...]
     parameters: tuple[str, ...]
     modules: tuple[ModulePlan, ...]
+    recomputed_s: float
 
     @property
     def label(self) -> str:
@@ -42,13 +46,19 @@ class BlockGroup:
     def seconds(self, field: str) -> float:
         return float(sum(getattr(module, field) for module in self.modules))
 
+    @property
+    def backward_s(self) -> float:
+        """Seconds of the backward passes, recomputation included."""
+        return self.seconds("backward_s") + self.recomputed_s
+
     def size_bytes(self, plan: PlanFields) -> int:
         return sum(plan.uses[name].size_bytes for name in self.parameters)
 
 
 def block_groups(plan: PlanFields) -> list[BlockGroup]:
     """The groups of a plan's blocks, in graph order; blocks without time or parameters left out."""
-    owned = parameters_of_blocks(plan)
+    owned, recomputation = parameters_of_blocks(plan), plan.recomputed
+    num = plan.schedule.num_microbatches * plan.update.update.num_passes
     modules: defaultdict[str, list[ModulePlan]] = defaultdict(list)
     for module in plan.modules:
         modules[module.block].append(module)
@@ -67,6 +77,7 @@ def block_groups(plan: PlanFields) -> list[BlockGroup]:
             splits=_splits(plan, [m for name in names for m in modules[name]]),
             parameters=tuple(p for name in names for p in owned[name]),
             modules=tuple(m for name in names for m in modules[name]),
+            recomputed_s=num * sum(recomputation.time_s(name) for name in names),
         )
         for names in groups.values()
     ]

@@ -316,7 +316,7 @@ def difference(
     sections = [
         Section(title="what differs", columns=("", *names), rows=tuple(rows), wraps=True),
         _changes("parameters, as they are stored", names, plan.parameters, other.parameters),
-        _changes("ops, the dimension that each mesh axis splits", names, plan.ops, other.ops),
+        _splits_that_differ(names, plan, other),
     ]
     notes: tuple[str, ...] = ()
     if plan.graph.fingerprint != other.graph.fingerprint:
@@ -334,6 +334,18 @@ def difference(
             ),
         ),
     )
+
+
+def _splits_that_differ(names: tuple[str, str], plan: PlanFields, other: PlanFields) -> Section:
+    """By op; by module where the plans are for different graphs, whose ops have other names."""
+    if plan.graph.fingerprint == other.graph.fingerprint:
+        title = "ops, the dimension that each mesh axis splits"
+        return _changes(title, names, plan.ops, other.ops, absent="whole")
+    mine, theirs = (
+        {each.name: each.splits for each in reversed(p.modules) if each.name} for p in (plan, other)
+    )
+    title = "modules, the dimension that each mesh axis splits"
+    return _changes(title, names, mine, theirs)
 
 
 def _figures(plan: PlanFields) -> dict[str, str]:
@@ -373,12 +385,17 @@ def _moved(plan: PlanFields) -> str:
 
 
 def _changes(
-    title: str, plans: tuple[str, str], mine: Mapping[str, str], theirs: Mapping[str, str]
+    title: str,
+    plans: tuple[str, str],
+    mine: Mapping[str, str],
+    theirs: Mapping[str, str],
+    *,
+    absent: str = "not there",
 ) -> Section:
     """The names whose texts differ; those that change alike and differ in a number are one row."""
     groups: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
     for name in {**mine, **theirs}:
-        pair = (mine.get(name, "-"), theirs.get(name, "-"))
+        pair = (mine.get(name, absent), theirs.get(name, absent))
         if pair[0] != pair[1]:
             groups[(pattern_of(name), *pair)].append(name)
     rows: list[tuple[str, ...]] = [

@@ -238,7 +238,7 @@ def _blocks(plan: PlanFields, groups: list[BlockGroup]) -> Section:
             group.strategy(plan.mesh.axis_names),
             " x ".join(group.splits) * plan.may_split,
             time_text(group.seconds("forward_s")),
-            time_text(group.seconds("backward_s")),
+            time_text(group.backward_s),
             time_text(group.seconds("communication_s")),
         )
         for group in groups

@@ -434,7 +434,7 @@ class Compiled(ModuleHabits, Closing):
             predicted_s = self.plan.prediction.step_time_s
             lines.append(
                 f"measured: {format_seconds(self.step_time_s)} a step (median of the last steps), "
-                f"{self.step_time_s / predicted_s:.2f} of the predicted"
+                f"{self.step_time_s / predicted_s:.2f}x the predicted"
             )
         return "\n".join(lines)
 

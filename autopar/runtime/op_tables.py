@@ -75,7 +75,7 @@ def op_section(ops: Sequence[OpProfile]) -> Section:
     title = f"op by op: {format_seconds(priced.measured_s + between_s)} a step"
     if priced.ratio is not None:
         own = f", {format_seconds(priced.measured_s)} of it in ops" if between_s else ""
-        title += f"{own}, {priced.ratio:.2f} of the predicted {format_seconds(priced.predicted_s)}"
+        title += f"{own}, {priced.ratio:.2f}x the predicted {format_seconds(priced.predicted_s)}"
     return Section(
         title=f"{title}; furthest from their predictions:",
         columns=("op", "operator", "pass", "measured", "predicted", "ratio", "price"),

@@ -162,7 +162,7 @@ class Profile:
         )
         first = Section(
             title=f"{steps}: {format_seconds(self.step_time_s)}{each}{mfu}, "
-            f"{self.ratio:.2f} of the predicted {format_seconds(p.step_time_s)}",
+            f"{self.ratio:.2f}x the predicted {format_seconds(p.step_time_s)}",
         )
         ops = [op_section(self.ops)] if self.ops else []
         return first, self._phase_section(), self._stage_section(), *ops
@@ -251,7 +251,7 @@ class Profile:
             series.append((f"measured on rank {each.rank}", times))
         return Bars(
             title=f"A step: {format_seconds(self.step_time_s)} measured, "
-            f"{self.ratio:.2f} of the predicted",
+            f"{self.ratio:.2f}x the predicted",
             unit=Unit.SECONDS, rows=tuple(name for name, _, _ in rows),
             series=tuple(_series(*each) for each in series),
         )  # fmt: skip

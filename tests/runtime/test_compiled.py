@@ -134,7 +134,7 @@ def test_what_it_tells(gpt2: tuple[nn.Module, Compiled], batch: dict[str, Tensor
     ratio = compiled.step_time_s / compiled.plan.prediction.step_time_s
     said = f"measured: {format_seconds(compiled.step_time_s)} a step"
     assert compiled.report().splitlines()[-1].startswith(said)
-    assert compiled.report().endswith(f"{ratio:.2f} of the predicted")
+    assert compiled.report().endswith(f"{ratio:.2f}x the predicted")
     assert "transformer" in str(compiled.program)
 
 

@@ -89,7 +89,7 @@ def test_predictions_are_those_of_the_plan(profiled: tuple[Any, Profile]) -> Non
 def test_reports_have_the_numbers_and_fit_a_screen(profiled: tuple[Any, Profile]) -> None:
     compiled, profile = profiled
     text = str(profile)
-    assert f"{profile.ratio:.2f} of the predicted" in text
+    assert f"{profile.ratio:.2f}x the predicted" in text
     for stage in profile.stages:
         assert f"{stage.forward_s / stage.predicted_forward_s:.2f}" in text  # type: ignore[operator]
     assert ("messages between stages" in text) == compiled.plan.is_pipeline
