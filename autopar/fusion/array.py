@@ -25,6 +25,7 @@ from autopar.fusion.fuse import LOSSES, Fused, fuse
 from autopar.fusion.stacked import StackedModels, rows_of, state_of
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.options import RunOptions
+from autopar.runtime.profile import Profile
 from autopar.runtime.state.model_optimizers import ModelState
 from autopar.runtime.state.model_options import ArrayOptions, ModelOptions, RowRef
 from autopar.runtime.state.optimizers import MakeOptimizer, MakeScheduler
@@ -336,6 +337,17 @@ class Array(Closing):
     def plan(self) -> Any:
         """The plan of the active models."""
         return self._compiled.plan
+
+    def profile(self, *args: Any, num_steps: int = 10, **kwargs: Any) -> Profile:
+        """Measure training steps of all active models beside the prediction; ``print`` the result.
+
+        Takes the batch or list of batches that `train_step` takes, and trains as it does, except
+        that a model whose loss or gradient is not finite is left out of a step, and stays. See
+        `autopar.runtime.compiled.Compiled.profile`.
+        """
+        if not self.active:
+            raise InputError("every model has left this array, so there is nothing to measure")
+        return self._compiled.profile(*self._call_tensors(args, kwargs), num_steps=num_steps)
 
     def report(self) -> str:
         """A text with the fused ops, the plan, and measurements so far."""

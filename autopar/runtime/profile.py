@@ -182,7 +182,7 @@ class Profile:
         return (
             ("forward", p.forward_s, [r.forward_s for r in ranks]),
             ("backward", p.backward_s, [r.backward_s for r in ranks]),
-            ("exposed communication", exposed_s, []),
+            *([("exposed communication", exposed_s, [])] if exposed_s else []),
             *([("casts and copies", p.copies_s, [])] if p.copies_s else []),
             *([messages] if self.plan.is_pipeline else []),
             ("waiting", max(rest_s, 0.0), [r.waiting_s for r in ranks]),

@@ -349,3 +349,30 @@ def test_an_array_refuses_a_plan_that_moves_tensors(tmp_path: Path) -> None:
     path.write_text(json.dumps(document))
     with pytest.raises(InputError, match="an array of models does not"):
         autopar.compile(models_of(2), 1, plan=path, **given)
+
+
+def test_steps_that_are_profiled_train_as_others() -> None:
+    """Against an array of the same models without it: one step before the measured ones, and one
+    more in which ops are timed."""
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)) for _ in range(3)]
+    batch = torch.randn(12, 8), torch.randint(4, (12,))
+    losses = []
+    for num_steps in (0, 1):
+        with autopar.compile(
+            copy.deepcopy(models), 1, example_inputs=batch, loss_fn=F.cross_entropy,
+            optimizer=functools.partial(torch.optim.SGD, lr=0.1), profile_limit_s=0,
+        ) as array:  # fmt: skip
+            if num_steps:
+                profile = array.profile(*batch, num_steps=num_steps)
+                assert len(profile.step_times_s) == num_steps
+                assert profile.plan is array.plan
+                assert all(each.forward_s > 0 for each in profile.ranks)
+            else:
+                for _ in range(3):
+                    array.train_step(*batch)
+            losses.append(array.train_step(*batch))
+            array.leave(0, 1, 2)
+            with pytest.raises(InputError, match="every model has left this array"):
+                array.profile(*batch)
+    assert torch.equal(*losses)
