@@ -1,7 +1,8 @@
 """The table of pipelines equals eager PyTorch: 2, 4 and 8 ranks, all of them in lockstep.
 
-Two steps each: losses, gradients, weights, buffers, and equal copies on all pipeline ranks. One
-schedule in three of each model, number of ranks and mesh, in turn; ``make exhaustive`` takes all.
+Two steps each: losses, gradients, weights, buffers, and equal copies on all pipeline ranks. Half of
+the schedules under half of the numbers of ranks and meshes of each model, in turn; ``make
+exhaustive`` takes all.
 """
 
 from __future__ import annotations
@@ -60,7 +61,12 @@ def rows() -> list[list[Combination]]:
     found = [list(group) for _, group in groups]
     if EXHAUSTIVE:
         return found
-    return [row[turn % 3 % len(row) :: 3] for turn, row in enumerate(found)]
+    models = sorted(MODELS)
+    return [
+        row[turn // 2 % 2 % len(row) :: 2]
+        for turn, row in enumerate(found)
+        if (turn + models.index(row[0].model)) % 2 == 0
+    ]
 
 
 @pytest.mark.parametrize(
