@@ -11,4 +11,4 @@ export OMP_NUM_THREADS=1
 "$PYTHON" -m mypy -p autopar
 "$PYTHON" -m pytest --ignore=tests/runtime --numprocesses=2 --dist=loadgroup --durations=25
 "$PYTHON" -m pytest --numprocesses=2 --dist=loadfile --durations=25 tests/runtime
-"$PYTHON" -m pytest --nbmake --nbmake-timeout=300 notebooks
+"$PYTHON" -m pytest --nbmake --nbmake-timeout=300 --numprocesses=2 notebooks
