@@ -1,7 +1,7 @@
 # Two commands for a newcomer: `make demo` runs the main job, `make test` passes the tests.
 # `make notebooks` executes the notebooks again, with their outputs to be committed.
-# `make exhaustive` runs every case of the tests: every model under every strategy and schedule, a rank
-# killed at every kind of action, many more drawn cases. Hours.
+# `make exhaustive` runs every case of the tests: every model under every strategy and schedule, a
+# rank killed at every kind of action, many more drawn cases. Hours.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

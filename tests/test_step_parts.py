@@ -127,6 +127,23 @@ def test_edited_stages_have_no_timeline() -> None:
         edited.figure("timeline")
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("input_grad_s", (1.0,)),
+        ("weight_grad_s", (1.0, -1.0, 1.0, 1.0)),
+        ("update_after_s", (1.0,)),
+        ("links", ({"ranks": [1, 1], "latency_s": 0.0, "bandwidth_bytes_per_s": None},)),
+        ("links", ({"ranks": [0, 1], "latency_s": 0.0, "bandwidth_bytes_per_s": 0.0},)),
+    ],
+)
+def test_costs_that_no_stage_has_are_refused_by_their_path(field: str, value: Any) -> None:
+    document = json.loads(planned("1f1b").to_json())
+    document["stage_costs"][field] = value
+    with pytest.raises(autopar.PlanError, match=rf"\$\.stage_costs\.{field}"):
+        Plan.from_json(json.dumps(document))
+
+
 def test_the_parts_of_replicated_stages_fit_into_the_step() -> None:
     plan = planned("chimera")
     p = plan.prediction

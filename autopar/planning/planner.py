@@ -46,6 +46,7 @@ from autopar.plans.memory_curve import memory_curve
 from autopar.plans.modules import module_plans, parameter_uses
 from autopar.plans.runner_up import runner_ups
 from autopar.plans.schedule_plan import SchedulePlan
+from autopar.plans.stage_costs import StageCosts
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.step_time import time_parts
 from autopar.sharding.strategy import Strategy
@@ -312,15 +313,17 @@ def _planned(search: Search, fitted: Fitted) -> Planned:
     key = option.combination.num_devices, option.combination.num_microbatches
     moved = fitted.movement
     prediction = predict(
-        best, fitted.memory, None if staged is None else staged.times,
+        best, fitted.memory, staged,
         stall_s=0.0 if moved is None else moved.stall_s,
     )  # fmt: skip
     times_s, reasons = {}, {}
     if search.space.is_open:
         times_s = search.times_s | {str(option): prediction.step_time_s}
         reasons = {name: why for name, why in search.reasons.items() if name not in times_s}
-    schedule = SchedulePlan(num_microbatches=best.num_microbatches)
+    schedule, costs = SchedulePlan(num_microbatches=best.num_microbatches), None
     if staged is not None:
+        times = staged.times
+        costs = StageCosts.of(staged.schedule, times.durations, times.links, times.after_s)
         changed = option.trial > 0 or option.recomputes  # since its order was searched
         gap = None if option.choice is None or changed else option.choice.gap
         schedule = SchedulePlan.of(staged.stages, staged.schedule, gap)
@@ -353,7 +356,7 @@ def _planned(search: Search, fitted: Fitted) -> Planned:
             fitted.memory, modules, best.recomputation, num_microbatches=num,
             update_s=prediction.update_s,
         ),
-        stage_costs=None if staged is None else staged.times.costs,
+        stage_costs=costs,
     )  # fmt: skip
     plan = plan.with_trace(setting.progress.trace(prediction.step_time_s))
     return Planned(

@@ -21,7 +21,7 @@ from autopar.cost_models.work import Family
 from autopar.ir.graph import Op
 from autopar.memory.program import ProgramMemory
 from autopar.planning.baselines import Baselines
-from autopar.planning.staging import PipelineTimes
+from autopar.planning.staging import PipelineTimes, Staged
 from autopar.plans.parts import KnownStrategy, Prediction, SearchReport
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.copies import copies_by_block
@@ -35,12 +35,13 @@ from autopar.sharding.strategy import Analysis
 def predict(
     best: Candidate,
     memory: ProgramMemory,
-    pipeline: PipelineTimes | None,
+    staged: Staged | None,
     *,
     stall_s: float = 0.0,
 ) -> Prediction:
     """The prediction of a step, in which computation waits ``stall_s`` for copies to the host."""
     priced = best.priced
+    pipeline = None if staged is None else staged.times
     parts: TimeParts | PipelineTimes = time_parts(best) if pipeline is None else pipeline
     estimates = [
         table.estimates[pick]
@@ -55,7 +56,7 @@ def predict(
     updates = _update_sources(best)
     done = model_work(pricing.analysis, pricing.cluster.device)
     step_s = parts.step_s + stall_s
-    exposed_s, hidden_s, copies_s = _without_copies(best, parts)
+    exposed_s, hidden_s, copies_s = _without_copies(best, parts, staged)
     on_cpu = pricing.cluster.device.kind == "cpu"
     return Prediction(
         step_time_s=nine_digits(step_s),
@@ -86,16 +87,18 @@ def predict(
 
 
 def _without_copies(
-    best: Candidate, parts: TimeParts | PipelineTimes
+    best: Candidate, parts: TimeParts | PipelineTimes, staged: Staged | None
 ) -> tuple[float, float, float]:
     """Seconds of exposed and of overlapped communication, and of exposed casts and copies.
 
     Both times of ``parts`` include copies, which are taken to be what is exposed first.
     """
-    held = None if isinstance(parts, TimeParts) else parts.blocks
+    by_block = copies_by_block(best)
+    held = dict.fromkeys(by_block, 1.0)
+    if staged is not None:
+        held = staged.blocks_on(staged.times.rank, best.priced.pricing.graph)
     copies_s = best.priced.pricing.num_passes * sum(
-        time_s if held is None else time_s * held.get(name, 0.0)
-        for name, time_s in copies_by_block(best).items()
+        share * by_block[name] for name, share in held.items()
     )
     moved_s = max(parts.communication_s + parts.hidden_s - copies_s, 0.0)
     exposed_s = min(max(parts.communication_s - copies_s, 0.0), moved_s)

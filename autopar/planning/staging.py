@@ -23,7 +23,6 @@ from autopar.lowering.stages import stage_of_blocks, staged_blocks, stages_from_
 from autopar.planning.combinations import KEPT_SHARE
 from autopar.planning.space import PipelineChoice
 from autopar.planning.stage_prices import links_of, message_s_by_border, times_by_stage
-from autopar.plans.stage_costs import StageCosts
 from autopar.pricing.block_times import BlockTimes, reading_blocks
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.moves import added
@@ -53,10 +52,9 @@ class PipelineTimes:
 
     ``rank`` is that one. ``communication_s`` is its exposed communication, ``hidden_s`` what
     overlaps with its computation; waiting for messages is neither, but part of the bubbles.
-    ``blocks`` maps those on the rank to the fraction of all micro-batches that it runs them for.
-    ``costs`` are those that were simulated.
-    ``collectives``: the price of messages between stages and sums over replicas, None if there are
-    none.
+    ``durations`` and ``links`` were simulated, ``after_s`` are the reductions and updates by rank
+    that follow the schedule. ``collectives``: the price of messages between stages and sums over
+    replicas, None if there are none.
     """
 
     step_s: float
@@ -67,8 +65,9 @@ class PipelineTimes:
     update_s: float
     bubble_share: float
     rank: int
-    blocks: dict[str, float]
-    costs: StageCosts
+    durations: Durations
+    links: Links
+    after_s: tuple[Sequence[float], Sequence[float]]
     collectives: Estimate | None
 
 
@@ -79,6 +78,16 @@ class Staged:
     stages: Stages
     schedule: Schedule
     times: PipelineTimes
+
+    def blocks_on(self, rank: int, graph: Graph) -> dict[str, float]:
+        """The blocks on a pipeline rank, and the fraction of the micro-batches it runs them for."""
+        shape = self.schedule.shape
+        held = Counter(stage for _, stage in shape.stages_on(rank))
+        return {
+            name: held[stage] / shape.num_replicas
+            for name, stage in stage_of_blocks(self.stages, graph).items()
+            if stage in held
+        }
 
 
 def stage(
@@ -307,18 +316,11 @@ def pipeline_times(
         update_s=passes * (spent["update"] + own.update_after_s[last]),
         bubble_share=timeline.bubble_ratio,
         rank=busiest,
-        blocks=_blocks_on(schedule.shape, busiest, stage_of),
-        costs=StageCosts.of(schedule, durations, links, (own.move_after_s, own.update_after_s)),
+        durations=durations,
+        links=links,
+        after_s=(own.move_after_s, own.update_after_s),
         collectives=added(messages, own.sums),
     )
-
-
-def _blocks_on(shape: PipelineShape, rank: int, stage_of: Mapping[str, int]) -> dict[str, float]:
-    """The blocks on a pipeline rank, and the fraction of the micro-batches it runs them for."""
-    held = Counter(stage for _, stage in shape.stages_on(rank))
-    return {
-        name: held[stage] / shape.num_replicas for name, stage in stage_of.items() if stage in held
-    }
 
 
 PARTS = {"backward": "BIW", "forward": "FR", "update": "U", "communication": "G"}

@@ -1,7 +1,8 @@
 """What a pipeline's step was predicted from: the seconds of its stages, and its messages.
 
 In: the costs that the search simulated, or the fields of an untrusted document. Out: the same costs
-for the simulator, so that the timeline of a plan ends at the predicted step.
+for the simulator, so that the timeline of a plan ends at the predicted step: of one pass, and where
+updates are late, of one iteration by itself.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class StageCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             if not 0 <= link.latency_s < math.inf or not (bandwidth is None or bandwidth > 0):
                 raise refused("a latency is >= 0 and a bandwidth > 0", place)
             if link.ranks[0] == link.ranks[1] or min(link.ranks) < 0:
-                raise refused("its ranks must be two", place)
+                raise refused("it must link two different ranks, numbered from 0", place)
 
     def fit(self, schedule: Schedule) -> bool:
         """Whether the costs are of a schedule with these stages and ranks."""

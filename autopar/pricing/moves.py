@@ -209,7 +209,7 @@ class Moves:
         widened = 1.0 if mixed is None else mixed.reduced.itemsize / value.dtype.itemsize
         kind = (value.dtype, value.differentiable, parts, num_joined, widened)
         known = self._moved.setdefault(kind, {})
-        copied_s = [forward_s, backward_s]
+        forward_copies_s, backward_copies_s = forward_s, backward_s
         collectives: Estimate | None = None
         for move in self.routes(source, target, value.shape, self.mesh):
             found = known.get(move)
@@ -217,12 +217,12 @@ class Moves:
                 found = known[move] = self._move(value, move, parts, num_joined, widened)
             forward_s += found.forward_s
             backward_s += found.backward_s
-            copied_s[0] += found.forward_copies_s
-            copied_s[1] += found.backward_copies_s
+            forward_copies_s += found.forward_copies_s
+            backward_copies_s += found.backward_copies_s
             collectives = added(collectives, found.collectives)
         return MovePrice(
-            forward_s=forward_s, backward_s=backward_s, forward_copies_s=copied_s[0],
-            backward_copies_s=copied_s[1], collectives=collectives,
+            forward_s=forward_s, backward_s=backward_s, forward_copies_s=forward_copies_s,
+            backward_copies_s=backward_copies_s, collectives=collectives,
         )  # fmt: skip
 
     def _casts_s(

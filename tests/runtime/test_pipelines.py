@@ -1,7 +1,7 @@
 """Pipelines on real processes equal eager PyTorch: messages, groups, updates and reductions.
 
 That every model equals eager under every schedule and mesh is checked in lockstep
-(`tests.equality`); here is what only processes show, once for each kind of schedule and mesh.
+(`tests.equality`); here is what only processes show, once for some kinds of schedule and mesh.
 ``make exhaustive`` tries all models under all of them.
 """
 

@@ -1,9 +1,8 @@
 """Training on real processes equals eager PyTorch, on meshes of one and two axes.
 
 That every model equals eager under drawn and known strategies is checked in lockstep
-(`tests.equality`); here GPT-2 trains under every known strategy, and every other model under one
-or two. ``make exhaustive`` runs all of it for all, with 20 drawn assignments a
-model.
+(`tests.equality`); here some models train under known strategies on processes, and some under drawn
+assignments. ``make exhaustive`` runs every model under all of them, with 20 drawn assignments.
 """
 
 from __future__ import annotations
