@@ -56,7 +56,7 @@ def search_data(plan: PlanFields) -> SearchChart | None:
     last, step_s = moments[-1], plan.prediction.step_time_s
     title = f"The search: {format_seconds(step_s)} a step after {format_seconds(last.elapsed_s)}"
     if last.bound_s:
-        title += f"; no step that was searched takes less than {format_seconds(last.bound_s)}"
+        title += f"; no searched step is below {format_seconds(last.bound_s)}"
     return SearchChart(
         title=title,
         elapsed_s=tuple(each.elapsed_s for each in moments),
