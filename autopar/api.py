@@ -17,6 +17,7 @@ from torch import nn
 from autopar.base.accelerators import cpu_by_default, release_cached
 from autopar.base.errors import GradientError, InputError
 from autopar.base.exclusive import in_turn
+from autopar.base.gc_pause import collector_paused
 from autopar.base.spelling import refusing_unknown_keywords
 from autopar.cost_models import Cluster, CommunicationModel, ComputeModel, default_store_path
 from autopar.frontend.autocast import refuse_autocast
@@ -182,7 +183,7 @@ def plan(
             "autopar.Cluster.preset('a100-80', nodes=1, devices_per_node=8) or Cluster.detect(2)"
         )
     space = options.space(cluster.num_devices)
-    with in_turn(), show_progress(progress) as say:
+    with in_turn(), collector_paused(), show_progress(progress) as say:
         say("capture")
         captured = capture(model, example_inputs, loss_fn=loss_fn, precision=options.precision)
         return make_planned(
@@ -393,6 +394,7 @@ class _Compiler:
         with (
             in_turn(_TWO_THREADS if is_spmd() else None),
             watched_compile(self.devices[0].type, limit_s),
+            collector_paused(),
             show_progress(self.progress) as say,
         ):
             if not is_spmd():

@@ -110,14 +110,19 @@ class Program:
     def assignment(self, values: Values) -> tuple[int, ...]:
         """phi*, reconstructed from the last eliminated node to the first; ties go to the lowest."""
         chosen = [0] * len(self.steps)
+        picked: dict[tuple[Ref, tuple[int, ...]], int] = {}  # equal steps pick alike
         for step in reversed(self.steps):
+            key = (step.result, tuple([chosen[n] for n in step.scope]))
+            if key in picked:
+                chosen[step.node] = picked[key]
+                continue
             total: Array | None = None
             for scope, ref in step.factors:
                 at = tuple([slice(None) if n == step.node else chosen[n] for n in scope])
                 line = values.tables[ref][at]
                 total = line if total is None else total + line
             assert total is not None
-            chosen[step.node] = int(total.argmin())
+            chosen[step.node] = picked[key] = int(total.argmin())
         return tuple(chosen)
 
     def marginals(self, values: Values) -> list[Array]:

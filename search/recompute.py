@@ -17,16 +17,18 @@ option of each, by dynamic programming over the bytes held so far.
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from autopar.search.linear import LinearProgram
 from autopar.search.linear_solver import solve_linear
-from autopar.search.problem import SearchError
+from autopar.search.problem import Array, SearchError
+
+Indices = np.ndarray[Any, np.dtype[np.intp]]
 
 _TIE = 1e-6
 """Weight of bytes against seconds, of which the largest possible sums are scaled to one."""
@@ -189,7 +191,8 @@ def choose(
     that moment are at most ``limit_bytes``. Exact with up to `MAX_STATES` totals of bytes; beyond
     these, totals are rounded up to about a thousandth of the limit.
     """
-    states: list[_State] = [(0.0, 0.0, None)]
+    held, times = np.zeros(1), np.zeros(1)
+    steps: list[tuple[Indices, Indices]] = []  # the previous state of each, and the option picked
     for options, others in zip(blocks, others_bytes, strict=True):
         most = [
             max(
@@ -198,40 +201,29 @@ def choose(
             )
             for option in options
         ]
-        found: list[_State] = [
-            (held + option.kept_bytes, time_s + option.time_s, (number, picks))
-            for held, time_s, picks in states
-            for number, option in enumerate(options)
-            if held + most[number] <= limit_bytes
-        ]
-        states = _undominated(found, limit_bytes)
-    if not states:
-        return None
-    picks = min(states, key=lambda state: state[1])[2]
-    chosen: list[int] = []
-    while picks is not None:
-        number, picks = picks
-        chosen.append(number)
+        rows, picks = np.nonzero(held[:, None] + np.array(most) <= limit_bytes)
+        if not len(rows):
+            return None
+        held = held[rows] + np.array([option.kept_bytes for option in options])[picks]
+        times = times[rows] + np.array([option.time_s for option in options])[picks]
+        best, held = _undominated(held, times, limit_bytes)
+        times = times[best]
+        steps.append((rows[best], picks[best]))
+    state, chosen = int(times.argmin()), list[int]()
+    for rows, picks in reversed(steps):
+        chosen.append(int(picks[state]))
+        state = int(rows[state])
     return tuple(reversed(chosen))
 
 
-_Picks = tuple[int, "_Picks"] | None
-_State = tuple[float, float, _Picks]
-"""Bytes held, seconds, and the options picked so far, the last one first."""
-
-
-def _undominated(states: list[_State], limit_bytes: float) -> list[_State]:
-    """The states that hold fewer bytes than every faster one."""
-    kept: list[_State] = []
-    for state in sorted(states, key=lambda s: (s[0], s[1])):
-        if not kept or state[1] < kept[-1][1]:
-            kept.append(state)
-    if len(kept) <= MAX_STATES or not math.isfinite(limit_bytes):
-        return kept
-    unit = max(limit_bytes, 1.0) / (MAX_STATES // 2)
-    edges = [unit * i for i in range(MAX_STATES // 2 + 1)]
-    rounded: list[_State] = [
-        (edges[min(bisect.bisect_left(edges, held), len(edges) - 1)], time_s, picks)
-        for held, time_s, picks in kept
-    ]
-    return _undominated(rounded, math.inf)
+def _undominated(held: Array, times: Array, limit_bytes: float) -> tuple[Indices, Array]:
+    """The states that hold fewer bytes than every faster one, and the bytes that they hold."""
+    order = np.lexsort((times, held))
+    ahead = np.minimum.accumulate(times[order])[:-1]
+    best = order[np.append(True, times[order][1:] < ahead)]
+    if len(best) <= MAX_STATES or not math.isfinite(limit_bytes):
+        return best, held[best]
+    edges = max(limit_bytes, 1.0) / (MAX_STATES // 2) * np.arange(MAX_STATES // 2 + 1)
+    at = np.minimum(np.searchsorted(edges, held[best]), len(edges) - 1)
+    again, rounded = _undominated(edges[at], times[best], math.inf)
+    return best[again], rounded

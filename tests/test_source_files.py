@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import autopar
 from autopar.base.source_files import is_users, lies_in
@@ -71,3 +73,40 @@ def test_the_places_that_wait_for_peers_exist() -> None:
     for module in (c10d, shared_memory, sockets, unix_sockets):
         assert waits_for_peers(str(module.__file__))
     assert not waits_for_peers(str(executor.__file__))
+
+
+class Helped(nn.Module):
+    """An op in ``forward``, one in a function that it calls, and one in a module of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        x = doubled(x)
+        x = torch.cond(x.sum() > 0, torch.cos, torch.tanh, (x,))
+        return x.sin()
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def squared(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def test_an_op_knows_the_line_of_forward_or_of_the_loss_function() -> None:
+    captured = autopar.capture(Helped(), (torch.randn(2, 4), torch.randn(2, 4)), loss_fn=squared)
+    ops = captured.graph.ops
+    found = {op.target_name.removeprefix("aten.").split(".")[0]: op.location for op in ops}
+    expected = {}
+    forward = {"linear": "linear(x)", "mul": "doubled(x)", "cond": "torch.cond", "sin": "sin()"}
+    loss = {"sub": "square()", "mean": "square()"}
+    for function, names in ((Helped.forward, forward), (squared, loss)):
+        lines, first = inspect.getsourcelines(function)
+        for name, text in names.items():
+            number = next(i for i, line in enumerate(lines) if text in line)
+            expected[name] = f"test_source_files.py:{first + number}"
+    assert {name: found[name] for name in expected} == expected

@@ -11,10 +11,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.traceback import preserve_node_meta, set_stack_trace
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
@@ -82,6 +84,9 @@ class UntracedCalls(TorchFunctionMode):
                 "reads or computes gradients in its forward pass",
                 "Leave the backward pass to train_step, and write a derivative out as operators",
             )
+        if _is_exported_directly():
+            # A node that is given no stack trace gets one of all frames, which takes long.
+            set_stack_trace(_in_forward())
         result = func(*args, **(kwargs or {}))
         if torch.is_grad_enabled() and _is_exported_directly():
             _refuse_unregistered((args, kwargs), result)
@@ -114,8 +119,9 @@ def _refuse_unregistered(given: Any, result: Any) -> None:
 
 @contextlib.contextmanager
 def untraced_calls() -> Iterator[None]:
-    """A context around a traced call of the model, in which untraceable calls are refused."""
-    with _refusing_reseeding(), UntracedCalls():
+    """A context around a traced call of the model, in which untraceable calls are refused, and each
+    node knows the line of the user's code that made it."""
+    with _refusing_reseeding(), preserve_node_meta(), UntracedCalls():
         yield
 
 
@@ -218,9 +224,23 @@ def _is_ours() -> bool:
 
 def users_line() -> str:
     """``file:line`` of the user's code that is running."""
-    frame = sys._getframe(1)
+    frame = next(_users_frames(), None)
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _in_forward() -> list[str]:
+    """The line of the user's innermost ``forward``, or else of other code of the user, as a stack
+    trace of one frame, or of none."""
+    first = next(_users_frames(), None)
+    named = (frame for frame in _users_frames() if frame.f_code.co_name == "forward")
+    frame = next(named, first)
+    return [] if frame is None else [f'File "{frame.f_code.co_filename}", line {frame.f_lineno}']
+
+
+def _users_frames() -> Iterator[FrameType]:
+    """The running frames of the user's code, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_users(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
+            yield frame
+        frame = frame.f_back

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ class Op:
 
     @property
     def target_name(self) -> str:
-        return str(self.target)
+        return _name_of(self.target)
 
     def bind(self, operands: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with each operand in the place of its `Ref`, in order of `inputs`."""
@@ -137,6 +138,11 @@ class Op:
             kwargs=map_refs(self.kwargs, renamed),
             outputs=tuple(None if o is None else numbers.get(o) for o in self.outputs),
         )
+
+
+@lru_cache(maxsize=4096)
+def _name_of(target: Any) -> str:
+    return str(target)
 
 
 def refs_in(node: Any) -> tuple[int, ...]:
