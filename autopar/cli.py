@@ -69,7 +69,9 @@ and again without it if it raises an error there.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    atexit.register(gc.freeze)  # a collection of a plan's objects takes longer than the exit
+    if arguments is None:  # a process of its own, which ends before a collection would pay
+        gc.disable()
+    atexit.register(gc.freeze)
     chosen = _parser().parse_args(arguments)
     try:
         chosen.run(chosen)
