@@ -53,7 +53,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple
@@ -314,6 +314,38 @@ def redistribute(
     splits wait for each other, one of them is gathered first. Axes that share a padded dimension
     are gathered from it and split on it together.
     """
+    units = _units(source, target, mesh.axis_sizes)
+    # Sizes that every split divides evenly have the same moves: they are found once, for the least.
+    parts = [units.get(dim, 1) for dim in range(len(shape))]
+    least = tuple([size if size % part else part for size, part in zip(shape, parts)])
+    moves = _moves(source, target, least, mesh)
+    if least == shape:
+        return moves
+    times = [1 if size % part else size // part for size, part in zip(shape, parts)]
+    return tuple(
+        [
+            replace(move, shape=tuple([size * by for size, by in zip(move.shape, times)]))
+            for move in moves
+        ]
+    )
+
+
+@lru_cache(maxsize=_NUM_KEPT)
+def _units(
+    source: Placements, target: Placements, axis_sizes: tuple[int, ...]
+) -> Mapping[int, int]:
+    """For each split dimension, the least size that all its splits divide evenly."""
+    units: dict[int, int] = {}
+    for side in (source, target):
+        for dim, digits in _digits(side, axis_sizes).items():
+            units[dim] = math.lcm(units.get(dim, 1), *(outer * num for outer, num, _ in digits))
+    return units
+
+
+@lru_cache(maxsize=_NUM_KEPT)
+def _moves(
+    source: Placements, target: Placements, shape: tuple[int, ...], mesh: Mesh
+) -> tuple[Move, ...]:
     gathered = _gathered(source, target, shape, mesh)
     return (*_moves_to(source, gathered, shape, mesh), *_moves_to(gathered, target, shape, mesh))
 
@@ -345,7 +377,6 @@ def _moves_to(
         yield move
 
 
-@lru_cache(maxsize=_NUM_KEPT)
 def _next_move(
     current: Placements, target: Placements, shape: tuple[int, ...], mesh: Mesh
 ) -> tuple[Move, Placements]:

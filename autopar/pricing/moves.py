@@ -211,10 +211,13 @@ class Moves:
         known = self._moved.setdefault(kind, {})
         forward_copies_s, backward_copies_s = forward_s, backward_s
         collectives: Estimate | None = None
-        for move in self.routes(source, target, value.shape, self.mesh):
+        moves = self.routes(source, target, value.shape, self.mesh)
+        for move in moves:
             found = known.get(move)
             if found is None:
                 found = known[move] = self._move(value, move, parts, num_joined, widened)
+            if mixed is None and len(moves) == 1:
+                return found
             forward_s += found.forward_s
             backward_s += found.backward_s
             forward_copies_s += found.forward_copies_s
