@@ -13,7 +13,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -29,6 +29,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+# torch.optim.optimizer: the hooks that run around the steps of all optimizers (2.11 to 2.13).
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
 # torch.utils._pytree: flattening of nested arguments, as torch.export does it (2.11 to 2.13).
 from torch.utils import _pytree as pytree
 
@@ -36,6 +39,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "FUSED_KERNELS",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -43,6 +47,7 @@ __all__ = [
     "PeakOfNew",
     "TorchDispatchMode",
     "activation_memory_budget",
+    "add_to_each",
     "allocations",
     "autograd_again",
     "canonical_call",
@@ -381,6 +386,36 @@ def compile_graph(
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer has hooks before or after its steps (2.11 to 2.13)."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def steps_as_its_class(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer.step()`` does what its class's does alone: no hooks, of its own or of all
+    optimizers, no ``step`` set on it, and no ``GradScaler``'s scale (2.11 to 2.13).
+
+    torch's schedulers set one that notes the first call; it does nothing new after that.
+    """
+    if has_step_hooks(optimizer) or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+        return False
+    own = vars(optimizer)
+    if "grad_scale" in own or "found_inf" in own:
+        return False
+    if "step" not in own:
+        return True
+    is_schedulers = getattr(own["step"], "__wrapped__", None) is type(optimizer).step
+    return is_schedulers and getattr(optimizer, "_opt_called", False)
+
+
+FUSED_KERNELS: Mapping[type[torch.optim.Optimizer], Callable[..., None]] = {
+    torch.optim.SGD: torch._fused_sgd_,
+    torch.optim.Adam: torch._fused_adam_,
+    torch.optim.AdamW: torch._fused_adamw_,
+}
+"""The kernels that optimizers call with ``fused=True`` (2.11 to 2.13)."""
+
+
+def add_to_each(tensors: Sequence[torch.Tensor], value: float) -> None:
+    """Add a number to each tensor in place: ``torch._foreach_add_`` (2.11 to 2.13)."""
+    torch._foreach_add_(list(tensors), value)
 
 
 class PeakOfNew(TorchDispatchMode):

@@ -55,18 +55,20 @@ class ModelOptimizers:
         self.programs = programs
         self.parameters = parameters
         self.communicator = communicator
-        stacked = _stacked_names(options)
+        self._is_stacked = _stacked_names(options)
         self.models_of = {
-            name: _local_rows(programs[name], communicator, stacked[name])
+            name: _local_rows(programs[name], communicator, self._is_stacked[name])
             for name in programs
-            if name in stacked
+            if name in self._is_stacked
         }
         self.rows: list[dict[int, nn.Parameter]] = []
+        self._sources: list[dict[int, tuple[str, int]]] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
         self.group_places: list[list[list[int]]] = []
         for model, own in enumerate(options.models):
-            rows = self._rows(model, own)
+            self._sources.append(self._places_here(own))
+            rows = self._rows(own, self._sources[model])
             self.rows.append(rows)
             optimizer = _make_own(own, rows, programs, communicator.mesh)
             self.optimizers.append(optimizer)
@@ -74,14 +76,21 @@ class ModelOptimizers:
             make = own.lr_scheduler
             self.schedulers.append(None if make is None else make(optimizer))
 
-    def _rows(self, model: int, own: ModelOptions) -> dict[int, nn.Parameter]:
+    def _places_here(self, own: ModelOptions) -> dict[int, tuple[str, int]]:
+        """The tensor and its row on this rank of the model's trained parameters that are here, by
+        their index among all of its own."""
+        rows = {place: (ref.name, self.local_row(ref)) for place, ref in enumerate(own.trained)}
+        return {place: (name, row) for place, (name, row) in rows.items() if row is not None}
+
+    def _rows(
+        self, own: ModelOptions, sources: Mapping[int, tuple[str, int]]
+    ) -> dict[int, nn.Parameter]:
         """The model's trained parameters on this rank, by their index among all of its own."""
         found = {}
-        for place, ref in enumerate(own.trained):
-            data = self.parameters[ref.name].detach()
-            local = self.local_row(ref)
-            if local is not None:
-                found[place] = nn.Parameter(data if ref.row is None else data[local])
+        for place, (name, local) in sources.items():
+            data = self.parameters[name].detach()
+            is_row = own.trained[place].row is not None
+            found[place] = nn.Parameter(data[local] if is_row else data)
         return found
 
     def local_row(self, ref: RowRef) -> int | None:
@@ -91,17 +100,23 @@ class ModelOptimizers:
         rows = self.models_of[ref.name]
         return rows.index(ref.row) if ref.row in rows else None
 
-    def set_gradients(self, model: int, factor: Tensor | None) -> None:
-        """Set the gradients of a model's rows, scaled if they are clipped."""
-        for place, row in self.rows[model].items():
-            ref = self.options.models[model].trained[place]
-            whole = self.parameters[ref.name].grad
-            gradient = whole
-            if whole is not None and ref.row is not None:
-                gradient = whole[self.local_row(ref)]
-            if gradient is not None and factor is not None:
-                gradient = gradient * factor
-            row.grad = gradient
+    def set_gradients(self, factors: Mapping[int, Tensor | None]) -> None:
+        """Set the gradients of these models' rows, scaled by the factors of those clipped."""
+        parts = {name: self._by_row(name) for name in self.models_of}
+        for model, factor in factors.items():
+            for place, row in self.rows[model].items():
+                name, local = self._sources[model][place]
+                gradient = parts[name][local] if parts[name] else None
+                if gradient is not None and factor is not None:
+                    gradient = gradient * factor
+                row.grad = gradient
+
+    def _by_row(self, name: str) -> Sequence[Tensor]:
+        """The gradients of a parameter's rows on this rank; none if it has no gradient."""
+        whole = self.parameters[name].grad
+        if whole is None:
+            return ()
+        return whole.unbind() if self._is_stacked[name] else (whole,)
 
     def step(self, model: int, loss: float) -> None:
         """Update one model, and its scheduler."""

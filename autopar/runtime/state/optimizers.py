@@ -24,12 +24,13 @@ from torch import Tensor, nn
 
 from autopar.base.errors import OptimizerError
 from autopar.base.spelling import closest
-from autopar.base.torch_private import PeakOfNew, has_step_hooks
+from autopar.base.torch_private import FUSED_KERNELS, PeakOfNew, has_step_hooks
 from autopar.cost_models import DeviceSpec
 from autopar.cost_models.update import OptimizerSpec, adamw
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import local_shape
 from autopar.lowering.types import ParameterProgram
+from autopar.runtime.state.fused_steps import step_by_kernels
 from autopar.runtime.state.shards import is_split
 
 _log = logging.getLogger(__name__)
@@ -245,9 +246,6 @@ def _forget_absent(
         del optimizer.state[parameter]
 
 
-_WITH_FUSED_KERNELS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-
-
 def update(optimizer: torch.optim.Optimizer) -> None:
     """Run one step of the optimizer, with its fused kernel unless the user chose another.
 
@@ -262,7 +260,8 @@ def update(optimizer: torch.optim.Optimizer) -> None:
             for parameter in group["params"]:
                 _lay_out_gradient(parameter)
     try:
-        optimizer.step()
+        if not step_by_kernels(optimizer):
+            optimizer.step()
     finally:
         for group in groups:
             group["fused"] = None
@@ -270,7 +269,7 @@ def update(optimizer: torch.optim.Optimizer) -> None:
 
 def _may_be_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
     return (
-        type(optimizer) in _WITH_FUSED_KERNELS
+        type(optimizer) in FUSED_KERNELS
         and group["fused"] is None
         and group["foreach"] is None
         and not group["differentiable"]

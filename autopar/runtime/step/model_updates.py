@@ -66,10 +66,10 @@ class ModelUpdates(Updates):
         takes = [True] * num if self.nonfinite is NonFinite.IGNORE else finite.tolist()
         if self.is_void or (self.nonfinite is NonFinite.RAISE and not all(takes)):
             takes = [False] * num
-        for model, takes_it in enumerate(takes):
-            if takes_it:
-                self.optimizers.set_gradients(model, self._factor(model))
-                self.optimizers.step(model, float(losses[model]))
+        updated = [model for model, takes_it in enumerate(takes) if takes_it]
+        self.optimizers.set_gradients({model: self._factor(model) for model in updated})
+        for model in updated:
+            self.optimizers.step(model, float(losses[model]))
         self.updated = takes
         return any(takes)
 
@@ -77,25 +77,25 @@ class ModelUpdates(Updates):
         """The 2-norm of each model's gradients; NaN for all if a rank's step is void."""
         num = len(self.models)
         squares = torch.zeros(num + 1, dtype=self._dtype, device=self._device)
+        norms, models = [], []
         for name, gradient in self.gradients().items():
             if name not in self._counted:
                 continue
             precise = torch.promote_types(gradient.dtype, torch.float32)
-            models = self._models_of[name]
-            if isinstance(models, int):
-                norm = torch.linalg.vector_norm(gradient, dtype=precise)
-                squares[models] += norm.to(self._dtype).square()
-                continue
-            norms = torch.linalg.vector_norm(gradient.flatten(1), dim=1, dtype=precise)
-            squares.index_add_(0, models, norms.to(self._dtype).square())
+            own = self._models_of[name]
+            rows = gradient.reshape(len(own), -1)
+            norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=precise).to(self._dtype))
+            models.append(own)
+        if norms:
+            squares.index_add_(0, torch.cat(models), torch.cat(norms).square_())
         if self.is_void:
             squares.fill_(torch.nan)
         if self._num_ranks > 1:
             self._sum(squares)
         return squares[:num].sqrt().double().cpu()
 
-    def _models_of_rows(self) -> dict[str, int | Tensor]:
-        """The one model of a parameter, or the model of each row on this rank.
+    def _models_of_rows(self) -> dict[str, Tensor]:
+        """The models of a parameter's rows on this rank, or the one model that has all of it.
 
         Padding rows have the number of models.
         """
@@ -104,14 +104,14 @@ class ModelUpdates(Updates):
             for model, own in enumerate(self.models)
             for ref in own.trained
         }
-        one = {name: model for (name, row), model in found.items() if row is None}
-        rows = {
-            name: torch.tensor([found.get((name, r), len(self.models)) for r in own],
+        rows: dict[str, list[int | None]] = {
+            name: [*own] or [None] for name, own in self.optimizers.models_of.items()
+        }
+        return {
+            name: torch.tensor([found.get((name, row), len(self.models)) for row in own],
                                device=self._device)
-            for name, own in self.optimizers.models_of.items()
-            if name not in one
+            for name, own in rows.items()
         }  # fmt: skip
-        return {**one, **rows}
 
     def _factor(self, model: int) -> Tensor | None:
         limit = self.models[model].max_grad_norm
