@@ -213,6 +213,25 @@ def test_attention_makes_its_mask_again_and_keeps_the_truth_values() -> None:
         torch.testing.assert_close(got[place], gradient)
 
 
+def test_a_weight_that_a_product_reads_transposed_has_its_gradient_as_it_lies() -> None:
+    def function(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        x, weight, bias = operands
+        return (torch.baddbmm(bias, x, weight.transpose(1, 2)),)
+
+    operands = [torch.randn(shape).double() for shape in ((3, 5, 8), (3, 4, 8), (3, 1, 4))]
+    kernel = trace_joint(
+        function, [TensorMeta.of(x) for x in operands], [True] * 3, [False, True, True],
+        torch.device("cpu"),
+    ).kernel()  # fmt: skip
+    output, cotangent, got = kernel_results(kernel, operands)
+    leaves = [x.clone().requires_grad_() for x in operands]
+    expected = function(leaves)[0]
+    torch.testing.assert_close(output, expected)
+    for place, gradient in enumerate(torch.autograd.grad(expected, leaves, cotangent)):
+        torch.testing.assert_close(got[place], gradient)
+        assert got[place].is_contiguous()
+
+
 def test_what_is_drawn_or_smaller_than_its_operand_is_kept() -> None:
     """Noise would differ if drawn again; a boolean takes an eighth of the operand's bytes."""
 

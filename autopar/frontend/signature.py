@@ -55,7 +55,20 @@ class Signature:
 
         Keywords may be in any order.
         """
+        return self._tensors(*self._flat(args, kwargs), args, kwargs)
+
+    def flatten_any_shapes(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Signature, list[Tensor]]:
+        """`with_shapes_of` a call, and what `flatten` of it gives."""
         leaves, spec = self._flat(args, kwargs)
+        called = self._with_shapes_of(leaves, spec)
+        return called, called._tensors(leaves, spec, args, kwargs)
+
+    def _tensors(
+        self, leaves: list[Any], spec: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> list[Tensor]:
+        """As `flatten`, of a call whose leaves and structure are known."""
         if spec != self.in_spec:
             raise InputError(
                 "inputs do not match the example inputs: they must have the same structure "
@@ -82,7 +95,9 @@ class Signature:
 
         Where the call differs in more than sizes, `flatten` of the result refuses it.
         """
-        leaves, spec = self._flat(args, kwargs)
+        return self._with_shapes_of(*self._flat(args, kwargs))
+
+    def _with_shapes_of(self, leaves: list[Any], spec: Any) -> Signature:
         if spec != self.in_spec:
             return self
         shapes = list(self.input_shapes)
@@ -99,9 +114,11 @@ class Signature:
 
     def _flat(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
         """The leaves and the structure of a call, its keywords in the example's order."""
-        own = pytree.tree_unflatten(self.leaves, self.in_spec)[1]
-        ordered = {name: kwargs[name] for name in own} if kwargs.keys() == own.keys() else kwargs
-        return pytree.tree_flatten((tuple(args), dict(ordered)))
+        if kwargs:
+            own = pytree.tree_unflatten(self.leaves, self.in_spec)[1]
+            if kwargs.keys() == own.keys():
+                kwargs = {name: kwargs[name] for name in own}
+        return pytree.tree_flatten((tuple(args), dict(kwargs)))
 
     def hint(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """The likely mistake in a call of another structure, as the end of an error's message.

@@ -65,6 +65,8 @@ def trace_joint(
     module = trace_fx(joint, mode, operands)
     _take_cotangents(module, len(operands))
     _clean(module)
+    with mode:
+        _turn_products(module, len(sources))
     return Joint(module, tuple(wanted), tuple(sources), tuple(is_weight))
 
 
@@ -125,6 +127,47 @@ def _clean(module: fx.GraphModule) -> None:
             node.replace_all_uses_with(source)
     module.graph.eliminate_dead_code()
     _split_gradients(module)
+
+
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
+
+
+def _turn_products(module: fx.GraphModule, num_gradients: int) -> None:
+    """Compute gradients that are transposed products as products of the transposed operands.
+
+    They are contiguous then, as they are reduced and used, and need no copy. The derivative of
+    ``linear`` is made so, that of a batched product by a transposed weight is not.
+    """
+    graph = module.graph
+    results = graph.output_node().args[0]
+    assert isinstance(results, list | tuple)
+    for gradient in results[len(results) - num_gradients :]:
+        if not isinstance(gradient, fx.Node) or gradient.target not in _SWAPS:
+            continue
+        product, dims = gradient.args[0], gradient.args[1:]
+        assert isinstance(product, fx.Node)
+        are_last = sorted(d % 3 for d in dims if isinstance(d, int)) in ([], [1, 2])
+        if product.target not in _PRODUCTS or len(product.users) > 1 or not are_last:
+            continue
+        swap, operands = gradient.target, []
+        for operand in reversed(product.args):
+            assert isinstance(operand, fx.Node)
+            if operand.target is swap and operand.args[1:] == dims:
+                operands.append(operand.args[0])
+                continue
+            with graph.inserting_before(product):
+                operands.append(_added(graph, product, swap, (operand, *dims)))
+        with graph.inserting_before(product):
+            gradient.replace_all_uses_with(_added(graph, product, product.target, tuple(operands)))
+    graph.eliminate_dead_code()
+
+
+def _added(graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
+    """A new call with the marks of another, and the fake tensor that it returns."""
+    node = graph.call_function(target, args)
+    values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args]
+    node.meta = {**like.meta, "val": target(*values)}
+    return node
 
 
 def _split_gradients(module: fx.GraphModule) -> None:

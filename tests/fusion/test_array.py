@@ -66,6 +66,28 @@ def test_every_model_trains_with_its_own_optimizer_and_scheduler(num: int, group
     check_array(array, batches)
 
 
+def hooked(parameters: list[nn.Parameter], *, lr: float) -> torch.optim.Optimizer:
+    """AdamW that halves all gradients before each of its steps."""
+
+    def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad.mul_(0.5)
+
+    optimizer = torch.optim.AdamW(parameters, lr=lr, eps=0.1)  # so that a factor does not cancel
+    optimizer.register_step_pre_hook(halve)
+    return optimizer
+
+
+def test_hooks_of_a_models_optimizer_run_in_each_step(groups: Groups) -> None:
+    batches = batches_of(4)
+    array = array_of(
+        groups, models_of(3), batches[0], loss_fn=F.cross_entropy,
+        optimizer=[functools.partial(hooked, lr=0.1), OPTIMIZERS[2], OPTIMIZERS[-1]],
+        lr_scheduler=[SCHEDULERS[0], None, SCHEDULERS[0]],
+    )  # fmt: skip
+    check_array(array, batches)
+
+
 def test_each_model_trains_on_a_batch_of_its_own(groups: Groups) -> None:
     batches = [list(each) for each in zip(*(batches_of(5, seed=s) for s in range(3)))]
     array = array_of(

@@ -16,6 +16,10 @@ WHOLE = torch.arange(24).reshape(4, 6)
 ARGUMENTS: dict[Any, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
     aten.add.Tensor: [((X, Y), {}), ((X, 2.5), {}), ((X, Y), {"alpha": 3}), ((WHOLE, 1.5), {})],
     aten.addmm.default: [((ROW, X, SQUARE), {}), ((ROW, X, SQUARE), {"beta": 0.5, "alpha": 2})],
+    aten.baddbmm.default: [
+        ((CUBE[:, :1, :4], CUBE, CUBE.transpose(1, 2)), {}),
+        ((CUBE[:, :, :4], CUBE, CUBE.transpose(1, 2)), {"beta": 0.5, "alpha": 2}),
+    ],
     aten.bmm.default: [((CUBE, CUBE.transpose(1, 2)), {})],
     aten.cat.default: [(([X, Y],), {}), (([X, Y], 1), {}), (([X, WHOLE], -1), {})],
     aten.div.Tensor: [((X, Y), {}), ((WHOLE, 4), {})],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.cost_models import Cluster
 from autopar.cost_models.update import OptimizerSpec
@@ -60,6 +62,97 @@ def test_a_fused_kernel_that_the_user_chose_gets_gradients_that_lie_as_weights(n
     expected, _ = trained(MAKES[name], lambda optimizer: optimizer.step())
     got, _ = trained(MAKES[name], update, fused=True)
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["sgd", "nesterov", "adam", "adamw"])
+def test_the_weights_and_the_state_are_those_of_the_fused_step_bit_by_bit(name: str) -> None:
+    def own_step(optimizer: torch.optim.Optimizer) -> None:
+        for parameter in optimizer.param_groups[0]["params"][:2]:
+            parameter.grad = parameter.grad.contiguous()  # as the kernel needs it
+        optimizer.step()
+
+    expected, own = trained(MAKES[name], own_step, fused=True)
+    got, optimizer = trained(MAKES[name], update, fused=True)
+    assert all(map(torch.equal, got, expected))
+    assert_equal_state(optimizer, own)
+
+
+def assert_equal_state(optimizer: torch.optim.Optimizer, own: torch.optim.Optimizer) -> None:
+    got, expected = optimizer.state_dict(), own.state_dict()
+    assert got["param_groups"] == expected["param_groups"]
+    assert got["state"].keys() == expected["state"].keys()
+    for number, entries in expected["state"].items():
+        assert got["state"][number].keys() == entries.keys()
+        assert all(torch.equal(got["state"][number][key], value) for key, value in entries.items())
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_a_loaded_state_is_stepped_on_from(name: str) -> None:
+    _, own = trained(MAKES[name], update)
+    results = []
+    for step in (update, lambda optimizer: optimizer.step()):
+        parameters = [nn.Parameter(torch.ones(s).double()) for s in ((64, 33), (7,), ())]
+        optimizer = MAKES[name](parameters, fused=True)
+        optimizer.load_state_dict(copy.deepcopy(own.state_dict()))
+        for group in optimizer.param_groups:
+            group["fused"] = True
+        for parameter in parameters[:2]:
+            parameter.grad = torch.full_like(parameter, 0.5)
+        step(optimizer)
+        results.append((parameters, optimizer))
+    assert all(map(torch.equal, results[0][0], results[1][0]))
+    assert_equal_state(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("by", ["hook", "hook of all", "step", "class"])
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_what_the_user_added_to_a_step_runs_in_each(by: str, name: str) -> None:
+    calls = []
+
+    def note(*_: Any) -> None:
+        calls.append(by)
+
+    class Own(torch.optim.AdamW if name == "adamw" else torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            note()
+            return super().step(closure)
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        if by == "class":
+            return Own(parameters, lr=0.1)
+        optimizer = MAKES[name](parameters)
+        if by == "hook":
+            optimizer.register_step_post_hook(note)
+        if by == "step":
+            before = optimizer.step
+            optimizer.step = lambda: (note(), before())[1]
+        return optimizer
+
+    handle = register_optimizer_step_pre_hook(note) if "all" in by else None
+    try:
+        trained(make, update)
+    finally:
+        if handle is not None:
+            handle.remove()
+    assert len(calls) == 4
+
+
+@pytest.mark.filterwarnings("error")  # that the scheduler's step was before the optimizer's
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}])
+def test_a_scheduler_changes_the_next_step(options: dict[str, float]) -> None:
+    found = []
+    for step in (update, lambda optimizer: optimizer.step()):
+        parameter = nn.Parameter(torch.ones(5).double())
+        optimizer = torch.optim.SGD([parameter], lr=0.5, fused=True, **options)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for _ in range(4):
+            parameter.grad = torch.ones_like(parameter)
+            step(optimizer)
+            scheduler.step()
+        found.append(parameter.detach())
+    assert torch.equal(*found)
+    if not options:
+        assert found[0].tolist() == [1 - 0.5 - 0.25 - 0.125 - 0.0625] * 5
 
 
 def refused(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

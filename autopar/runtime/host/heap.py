@@ -19,15 +19,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import resource
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 # From malloc.h: parameters of mallopt.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
-_STATM = Path("/proc/self/statm")
+_STATM = "/proc/self/statm"
 _TUNABLES = "GLIBC_TUNABLES"
 _SMALL_SIZES = range(24, 144, 16)
 _NUM_SPARE = 4000
@@ -102,9 +102,13 @@ class FreedMemory:
 def resident_bytes() -> int:
     """Resident memory of this process; 0 if the system does not tell."""
     try:
-        return int(_STATM.read_text().split()[1]) * resource.getpagesize()
+        file = os.open(_STATM, os.O_RDONLY)  # quicker than pathlib's, as it is read in each step
     except OSError:
         return 0
+    try:
+        return int(os.read(file, 128).split()[1]) * resource.getpagesize()
+    finally:
+        os.close(file)
 
 
 def with_heap_settings(env: Mapping[str, str]) -> dict[str, str]:

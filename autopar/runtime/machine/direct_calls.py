@@ -17,6 +17,7 @@ _ATEN = torch.ops.aten
 DIRECT: Mapping[Any, Callable[..., Any]] = {
     _ATEN.add.Tensor: torch.add,
     _ATEN.addmm.default: torch.addmm,
+    _ATEN.baddbmm.default: torch.baddbmm,
     _ATEN.bmm.default: torch.bmm,
     _ATEN.cat.default: torch.cat,
     _ATEN.div.Tensor: torch.div,

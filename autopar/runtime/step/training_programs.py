@@ -136,8 +136,8 @@ class TrainingPrograms:
                     "the global batch on every rank, leave local=True out"
                 ) from error
         else:
-            whole = own.with_shapes_of(args, kwargs)
-            called = LocalCall(whole.flatten(args, kwargs), whole, whole)
+            whole, tensors = own.flatten_any_shapes(args, kwargs)
+            called = LocalCall(tensors, whole, whole)
         if called.whole is not own and self._lower is None:
             raise self._one_shape(args, kwargs, local)
         return called
