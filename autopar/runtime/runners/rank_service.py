@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +34,7 @@ from autopar.runtime.step.rank_options import RankOptions
 from autopar.runtime.step.recovery import FailedStep
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Step(NamedTuple):
     """The result of one training step: the loss, or why it was refused; and counters."""
 
     loss: Tensor | None

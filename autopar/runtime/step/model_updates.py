@@ -8,6 +8,7 @@ all others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -60,16 +61,18 @@ class ModelUpdates(Updates):
         for arrived in gradients.arrivals():
             self._keep(arrived)
         num = len(self.models)
-        losses = losses.detach().double().cpu()
         self.norms = self._norms()
-        finite = self.norms.isfinite() & losses.isfinite()
-        takes = [True] * num if self.nonfinite is NonFinite.IGNORE else finite.tolist()
+        numbers = losses.tolist()
+        takes = [True] * num
+        if self.nonfinite is not NonFinite.IGNORE:
+            pairs = zip(self.norms.tolist(), numbers)
+            takes = [math.isfinite(norm) and math.isfinite(loss) for norm, loss in pairs]
         if self.is_void or (self.nonfinite is NonFinite.RAISE and not all(takes)):
             takes = [False] * num
         updated = [model for model, takes_it in enumerate(takes) if takes_it]
         self.optimizers.set_gradients({model: self._factor(model) for model in updated})
         for model in updated:
-            self.optimizers.step(model, float(losses[model]))
+            self.optimizers.step(model, numbers[model])
         self.updated = takes
         return any(takes)
 

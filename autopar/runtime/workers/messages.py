@@ -143,6 +143,9 @@ class Channel:
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
         self._socket = connected
+        self._pollers = {event: select.poll() for event in (select.POLLIN, select.POLLOUT)}
+        for event, poller in self._pollers.items():
+            poller.register(connected, event)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -197,8 +200,7 @@ class Channel:
         )
 
     def _wait(self, event: int, deadline_s: float) -> None:
-        poller = select.poll()
-        poller.register(self._socket, event)
+        poller = self._pollers[event]
         while True:
             left_s = deadline_s - time.monotonic()
             if poller.poll(max(0, math.ceil(min(left_s, 60.0) * 1000))):
