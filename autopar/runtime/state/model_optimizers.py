@@ -4,8 +4,8 @@ torch's optimizers have no hyper-parameters per row, and reimplementing their fo
 would agree with them up to rounding at best, and need an update for each release. A row of a
 stacked parameter is a contiguous view, so each model's own optimizer, made by the user's function,
 updates it in place with the kernel that it would use alone: bit-identical, whatever its class,
-groups, hyper-parameters and scheduler are. It costs one optimizer call per model instead of one
-for all.
+groups, hyper-parameters and scheduler are. It costs one update per model instead of one for all,
+which is little more than a kernel where `autopar.runtime.state.fused_steps` applies.
 
 If the models are split over devices, stand-ins replace a model's parameters on other devices, as
 they do for other pipeline stages; its groups and its scheduler advance alike everywhere.
