@@ -104,6 +104,21 @@ def test_a_loaded_state_is_stepped_on_from(name: str) -> None:
     assert_equal_state(results[0][1], results[1][1])
 
 
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_a_group_without_gradients_stays_as_it_is(name: str) -> None:
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = MAKES[name]([{"params": [first]}, {"params": [second]}])
+    first.grad, second.grad = torch.ones(3), torch.ones(3)
+    update(optimizer)
+    held, first.grad, second.grad = second.detach().clone(), torch.ones(3), None
+    before = first.detach().clone()
+    update(optimizer)
+    assert torch.equal(second, held)
+    assert not torch.equal(first, before)
+    first.grad = None
+    update(optimizer)  # of nothing
+
+
 @pytest.mark.parametrize("by", ["hook", "hook of all", "step", "class"])
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_what_the_user_added_to_a_step_runs_in_each(by: str, name: str) -> None:

@@ -45,6 +45,8 @@ def _adam(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Callabl
     if found is None or isinstance(beta1, Tensor) or isinstance(beta2, Tensor):
         return None
     parameters, gradients, steps, averages, squares, *most = found
+    if not parameters:
+        return _nothing
     kernel = functools.partial(
         FUSED_KERNELS[type(optimizer)],
         parameters, gradients, averages, squares, most[0] if most else [], steps,
@@ -53,9 +55,8 @@ def _adam(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Callabl
     )  # fmt: skip
 
     def call() -> None:
-        if parameters:
-            add_to_each(steps, 1)
-            kernel()
+        add_to_each(steps, 1)
+        kernel()
 
     return call
 
@@ -67,11 +68,17 @@ def _sgd(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Callable
     if found is None:
         return None
     parameters, gradients, *momenta = found
+    if not parameters:
+        return _nothing
     options = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
     return functools.partial(
         FUSED_KERNELS[torch.optim.SGD], parameters, gradients, momenta[0] if momenta else [],
         **{name: group[name] for name in options}, is_first_step=False,
     )  # fmt: skip
+
+
+def _nothing() -> None:
+    """The call for a group without gradients, whose kernel takes no empty lists."""
 
 
 def _tensors(
