@@ -21,6 +21,10 @@ MAKES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "nesterov": lambda ps, **o: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True, **o),
     "adam": lambda ps, **o: torch.optim.Adam(ps, lr=0.01, amsgrad=True, **o),
     "adamw": lambda ps, **o: torch.optim.AdamW(ps, lr=0.01, **o),
+    "adam_decoupled": lambda ps, **o: torch.optim.Adam(
+        ps, lr=0.01, weight_decay=0.3, decoupled_weight_decay=True, **o
+    ),
+    "adam_decayed": lambda ps, **o: torch.optim.Adam(ps, lr=0.01, weight_decay=0.3, **o),
     "tensor": lambda ps, **o: torch.optim.AdamW(ps, lr=torch.tensor(0.01), **o),
     "rmsprop": lambda ps, **o: torch.optim.RMSprop(ps, lr=0.01, **o),
 }
@@ -64,7 +68,10 @@ def test_a_fused_kernel_that_the_user_chose_gets_gradients_that_lie_as_weights(n
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["sgd", "nesterov", "adam", "adamw"])
+FUSED = ["sgd", "nesterov", "adam", "adamw", "adam_decoupled", "adam_decayed"]
+
+
+@pytest.mark.parametrize("name", FUSED)
 def test_the_weights_and_the_state_are_those_of_the_fused_step_bit_by_bit(name: str) -> None:
     def own_step(optimizer: torch.optim.Optimizer) -> None:
         for parameter in optimizer.param_groups[0]["params"][:2]:

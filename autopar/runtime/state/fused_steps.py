@@ -47,8 +47,9 @@ def _adam(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Callabl
     parameters, gradients, steps, averages, squares, *most = found
     if not parameters:
         return _nothing
+    is_decoupled = group["decoupled_weight_decay"]  # Adam has it as an option
     kernel = functools.partial(
-        FUSED_KERNELS[type(optimizer)],
+        FUSED_KERNELS[torch.optim.AdamW if is_decoupled else torch.optim.Adam],
         parameters, gradients, averages, squares, most[0] if most else [], steps,
         beta1=beta1, beta2=beta2,
         **{name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")},
