@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from autopar import Cluster, Plan
 from autopar.base.errors import InputError
 from autopar.cli import main
+from autopar.cli.wording import in_commands
 from autopar.planning.setting import TIME_LIMIT_S
 from autopar.report.progress import show_progress
 
@@ -66,11 +68,13 @@ COMMANDS = (
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models")
     (path / "cli_models.py").write_text(MODELS)
+    (path / "cli_imports.py").write_text("import cli_missing\n")
     return path
 
 
 @pytest.fixture(autouse=True)
 def _in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
 
@@ -82,7 +86,16 @@ def llama_plan(folder: Path) -> subprocess.CompletedProcess[str]:
         sys.executable, "-m", "autopar", "plan", "cli_models:llama", "--cluster", "h100-sxm:2x2",
         "--precision", "bf16", "-o", "llama.json", "--report", "llama.html",
     ]  # fmt: skip
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    environment = {name: text for name, text in os.environ.items() if name != "COLUMNS"}
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=300, env=environment
+    )
+
+
+def commanded(text: str) -> str:
+    """A report as the command line has it, where it ends with its two commands."""
+    text = text.replace("plan.report('full')", "autopar show llama.json --full")
+    return text.replace("plan.explain('NAME')", "autopar explain llama.json NAME")
 
 
 def test_a_llama_on_the_meta_device_is_planned(
@@ -90,7 +103,7 @@ def test_a_llama_on_the_meta_device_is_planned(
 ) -> None:
     assert llama_plan.returncode == 0, llama_plan.stderr
     plan = Plan.from_json(folder / "llama.json")
-    assert llama_plan.stdout == f"{plan}\n"
+    assert llama_plan.stdout == f"{commanded(str(plan))}\n"
     assert plan.cluster == Cluster.preset("h100-sxm", nodes=2, devices_per_node=2)
     assert "search" in llama_plan.stderr
     assert "Traceback" not in llama_plan.stderr
@@ -106,11 +119,9 @@ def test_plans_are_read_back(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     plan = Plan.from_json(folder / "llama.json")
-    layer = "model.layers.1"
     for arguments, output in (
-        (["show", "llama.json"], str(plan)),
+        (["show", "llama.json"], commanded(str(plan))),
         (["show", "llama.json", "--full"], plan.report("full")),
-        (["explain", "llama.json", layer], str(plan.explain(layer))),
         (["diff", "llama.json", "llama.json"], "the plans are equal"),
         (["report", "llama.json", "-o", "r.html"], ""),
         (["trace", "llama.json", "-o", "t.json"], ""),
@@ -174,12 +185,23 @@ def test_memory_of_strategies(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan", "cli_no:net", "--cluster", "cpu"], "cannot import cli_no: ModuleNotFoundError"),
+        (
+            ["plan", "cli_model:net", "--cluster", "cpu"],
+            "'cli_model:net': there is no module cli_model in the current folder or the "
+            "environment; write MODULE:FACTORY, such as models:llama for llama() in models.py; did "
+            "you mean 'cli_models'?",
+        ),
+        (["plan", "cli_models.x:net", "--cluster", "cpu"], "there is no module cli_models.x in"),
+        (
+            ["plan", "cli_imports:net", "--cluster", "cpu"],
+            "cannot import cli_imports: ModuleNotFoundError: No",
+        ),
         (["plan", "cli_models:nott", "--cluster", "cpu"], "has no 'nott'"),
         (["plan", "cli_models:number", "--cluster", "cpu"], "write a function"),
         (["plan", "cli_models:odd", "--cluster", "cpu"], "return model, "),
         (["plan", "cli_models:broken", "--cluster", "cpu"], "RuntimeError: no weights here ("),
         (["plan", "cli_models:net", "--cluster", "h1000"], "there is no preset 'h1000'"),
+        (["plan", "cli_models:net", "--cluster", "h1000"], "autopar cluster h100-sxm > cluster"),
         (["cluster", "nowhere.json"], "cannot read 'nowhere.json'"),
         (["show", "nowhere.json"], "cannot read 'nowhere.json'"),
     ],
@@ -206,10 +228,11 @@ def test_errors_are_explained_without_a_traceback(
         (["plan", "a:b", "--cluster", "cpu", "--num-stages", "x"], "'x'"),
         (["plan", "a:b", "--cluster", "h100-sxm:8"], "size is '8'; write nodes x devices a node"),
         (["cluster", "h100-sxm:8"], "h100-sxm:8x8"),
+        (["cluster", "cpu:0x4"], "size is '0x4'; write nodes x devices a node: cpu:8x8"),
         (["plan", "models", "--cluster", "cpu"], "'models' is no factory; write MODULE:FACTORY"),
         (["profile", "a:b", "--devices", "0"], "'0' are no devices; write --devices 2"),
         (["profile", "a:b", "--devices", "2", "--num-steps", "-1"], "'-1' is no number of steps"),
-        (["completion", "fish"], "fish"),
+        (["completion", "tcsh"], "choose from 'bash', 'fish', 'zsh'"),
         (["plan", "a:b", "--cluster", "cpu", "-o", "no/p.json"], "'no/p.json' is in 'no', not a"),
         (["report", "p.json", "-o", "/"], "'/' is a folder; write the name of a file"),
     ],
@@ -263,7 +286,6 @@ def test_help_and_tables_fit_80_columns_and_have_no_escape_codes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     for arguments in (["--help"], *([name, "--help"] for name in COMMANDS)):
         with pytest.raises(SystemExit):
             main(arguments)
@@ -278,6 +300,66 @@ def test_help_and_tables_fit_80_columns_and_have_no_escape_codes(
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
     assert "\x1b" not in text
+
+
+@pytest.mark.parametrize(("columns", "width"), [(None, 100), ("80", 80), ("300", 100), ("9", 40)])
+def test_a_report_in_a_pipe_is_as_wide_as_reports_are_or_as_columns_says(
+    columns: str | None,
+    width: int,
+    llama_plan: subprocess.CompletedProcess[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    assert main(["show", "llama.json", "--full"]) == 0
+    widest = max(map(len, capsys.readouterr().out.splitlines()))
+    assert 0.9 * width < widest <= width
+
+
+def test_advice_names_commands_and_options(
+    llama_plan: subprocess.CompletedProcess[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not the calls of Python, but for pins, which are constraints of Python only."""
+    for arguments, words in (
+        (["show", "llama.json"], "autopar explain llama.json NAME"),
+        (["explain", "llama.json", "model.layers.1"], "in Python, autopar.plan(..., constraints="),
+        (["explain", "llama.json", "model.layers.1"], "then autopar diff llama.json OTHER."),
+    ):
+        assert main(arguments) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        assert words in out
+        assert not re.search(r"plan\.\w+\(", out)
+    to_plan = ["plan", "cli_models:net", "--cluster", "cpu:1x4", "--quiet"]
+    for arguments, words in (
+        (["explain", "llama.json", "layers"], "autopar show llama.json lists blocks"),
+        (["show", "cli_models.py"], "autopar plan makes a new one"),
+        ([*to_plan, "--num-stages", "3"], "choose --num-stages so that it does"),
+        ([*to_plan, "--time-limit", "-1"], "such as --time-limit 60"),
+    ):
+        assert main(arguments) == 1
+        err = capsys.readouterr().err
+        assert words in err
+        assert not re.search(r"\w=|\w_\w|\w\(", err)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("num_microbatches must divide it", "--num-microbatches must divide it"),
+        ("the mesh or its schedule", "the mesh or its schedule"),
+        ("use num_microbatches=4", "use --num-microbatches 4"),
+        ("write mesh={'dp': 2, 'tp': None}", "write --mesh dp=2,tp"),
+        ("offload=True or offload=False", "--offload or --no-offload"),
+        ("recompute='8GiB', or 1e3", "--recompute 8GiB, or 1e3"),
+        ("leave schedule= out", "leave --schedule out"),
+        ("num_devices=4, plan=x", "num_devices=4, plan=x"),
+        ("constraints=[Pin('a')], schedule='1f1b'", "constraints=[Pin('a')], schedule='1f1b'"),
+    ],
+)
+def test_arguments_in_advice_become_options(text: str, expected: str) -> None:
+    options = {"num_microbatches", "mesh", "offload", "recompute", "schedule"}
+    assert in_commands(text, options) == expected
 
 
 def test_figures_are_written(
@@ -308,18 +390,21 @@ def test_steps_are_measured(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert json.loads((folder / "steps.json").read_text())["traceEvents"]
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
+@pytest.mark.parametrize("shell", ["bash", "fish", "zsh"])
 def test_completion_knows_all_commands(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
+    assert "h100-sxm" in script
+    assert "timeline" in script
+    if shell == "fish":
+        assert all(f" -a {name} " in script for name in COMMANDS)
+        return
     code = f"{script}COMP_WORDS=(autopar '')\nCOMP_CWORD=1\n_autopar\necho ${{COMPREPLY[@]}}"
     done = subprocess.run(
         ["bash", "-c", code if shell == "bash" else code.partition("bashcompinit\n")[2]],
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     assert {*COMMANDS, "--version"} <= set(done.stdout.split())
-    assert "h100-sxm" in script
-    assert "timeline" in script
 
 
 @pytest.mark.parametrize("no_color", [False, True])

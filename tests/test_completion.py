@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import subprocess
+from pathlib import Path
 from shlex import quote as quoted
 
 import pytest
@@ -23,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--cluster")
     plan.add_argument("--precision", choices=("bf16", "fp16"))
     plan.add_argument("-o", "--output")
-    plan.add_argument("--quiet", action="store_true")
+    plan.add_argument("--quiet", action="store_true", help="the user's \\ choice")
     figure = commands.add_parser("figure")
     figure.add_argument("plan")
     figure.add_argument("figure")
@@ -75,3 +77,46 @@ def test_zsh_completes(words: tuple[str, ...], expected: str) -> None:
     assert done.stderr == ""
     found = [each for each in done.stdout.split() if each.startswith(words[-1])]
     assert found == expected.split()
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")
+@pytest.mark.parametrize(("words", "expected"), CASES)
+def test_fish_completes(words: tuple[str, ...], expected: str, tmp_path: Path) -> None:
+    """Options are offered for a word that begins with a dash only, and files by fish itself."""
+    (tmp_path / "autopar.fish").write_text(completion_script(parser(), "fish", WORDS))
+    typed = " ".join(("autopar", *words))
+    done = subprocess.run(
+        ["fish", "--no-config", "-c", f"source autopar.fish; complete -C {quoted(typed)}"],
+        capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.stderr == ""
+    found = {line.partition("\t")[0] for line in done.stdout.splitlines()} - {"autopar.fish"}
+    wanted = {word for word in expected.split() if word[0] != "-" or words[-1].startswith("-")}
+    assert found == wanted
+
+
+def test_a_fish_script_has_every_command_option_and_word() -> None:
+    """By its text: fish runs it where it is installed, in the test above."""
+    lines = [
+        shlex.split(line.replace("\\'", "'\\''"))
+        for line in completion_script(parser(), "fish", WORDS).splitlines()
+    ]
+    for line in lines:
+        assert line[:4] == ["complete", "-c", "autopar", "-n"]
+    assert all(each[4] == "__fish_use_subcommand" for each in lines[:5])
+    by_command = {name: [] for name in ("plan", "figure", "schema")}
+    for line in lines[5:]:
+        by_command[line[4].removeprefix("__fish_seen_subcommand_from ")].append(line[5:])
+    assert [line[line.index("-a") + 1] for line in lines[:3]] == list(by_command)
+    help_of = ["-s", "h", "-l", "help", "-d", "show this help message and exit"]
+    assert by_command == {
+        "plan": [
+            help_of,
+            ["-l", "cluster", "-r", "-a", "cpu h100-sxm"],
+            ["-l", "precision", "-r", "-f", "-a", "bf16 fp16"],
+            ["-s", "o", "-l", "output", "-r"],
+            ["-l", "quiet", "-d", "the user's \\\\ choice"],
+        ],
+        "figure": [["-a", "memory step"], help_of],
+        "schema": [["-f"], help_of],
+    }

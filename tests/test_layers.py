@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "autopar"
-FLAT = {"__init__", "_version", "api", "options", "cli", "demo", "__main__"}
+FLAT = {"__init__", "_version", "api", "options", "demo", "__main__"}
 
 
 def drawn_layers(readme: str) -> list[tuple[str, ...]]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from autopar.base.documents import shown
 from autopar.base.errors import InputError
 from autopar.base.source_files import is_users
+from autopar.base.spelling import did_you_mean
 from autopar.base.torch_private import pytree
 
 
@@ -38,6 +39,8 @@ def factory_of(text: str, *, on_meta: bool = True) -> Factory:
     try:
         found: Any = importlib.import_module(name)
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            raise InputError(_no_module(text, name, str(error.name))) from error
         raise InputError(f"cannot import {name}: {_reason(error)}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -46,6 +49,16 @@ def factory_of(text: str, *, on_meta: bool = True) -> Factory:
     if not callable(found):
         raise InputError(f"{text} is {shown(found)}; write a function that returns the model")
     return _checked(text, _called(text, found, on_meta))
+
+
+def _no_module(text: str, name: str, missing: str) -> str:
+    """Why a module cannot be imported that neither the current folder nor the environment has."""
+    files = sorted(path.stem for path in Path.cwd().glob("*.py"))
+    return (
+        f"{shown(text)}: there is no module {missing} in the current folder or the environment; "
+        f"write MODULE:FACTORY, such as models:llama for llama() in models.py"
+        + did_you_mean(name, files)
+    )
 
 
 def _called(text: str, factory: Callable[[], Any], on_meta: bool) -> Any:
