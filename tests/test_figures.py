@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import warnings
 from pathlib import Path
 
 import matplotlib
@@ -296,10 +297,45 @@ def test_the_curve_over_k() -> None:
     assert f"k = {gain.best_k}" in figure.get_suptitle()
 
 
+@pytest.mark.parametrize("schedule", ["reverse_first_k", "conventional"])
+def test_the_curve_over_k_of_a_plan_is_that_of_its_step(schedule: str) -> None:
+    model, make_batch = build("gpt2")
+    plan = autopar.plan(
+        model, planned("DDP").cluster, make_batch(0, batch=8), schedule=schedule, num_stages=3,
+        num_microbatches=2, constraints=[Force("data_parallel")],
+    )  # fmt: skip
+    curve = figure_data(plan, "k_curve")
+    assert curve.ks == (0, 1, 2, 3)
+    assert curve.conventional_s == curve.iteration_s[0]
+    expected_s = curve.best_s if schedule == "reverse_first_k" else curve.conventional_s
+    assert expected_s == pytest.approx(plan.prediction.step_time_s, rel=1e-6)
+    figure, _ = plan.figure("k_curve")
+    assert f"k = {curve.best_k}" in figure.get_suptitle()
+
+
+@pytest.mark.parametrize("suffix", ["svg", "pdf", "png"])
+def test_letters_that_the_font_lacks_are_no_warning_and_others_stay(
+    suffix: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    plan = Plan.from_json(planned("FSDP").to_json().replace("transformer.h.", "\u5c42\u6b21."))
+    figure, axes = plan.figure("strategy")
+    figure.savefig(tmp_path / f"f.{suffix}")
+    assert "\u5c42\u6b21.0" in plan._repr_html_()
+    plan.save_report(tmp_path / "report.html")
+    assert [str(each.message) for each in recwarn] == []
+    axes.draw = lambda renderer: warnings.warn("another", UserWarning, stacklevel=1)
+    with pytest.warns(UserWarning, match="another"):
+        figure.draw_without_rendering()
+
+
 def test_other_names_and_figures_that_a_plan_lacks_are_refused() -> None:
     plan = planned("FSDP")
     with pytest.raises(InputError, match=r"'memry'; write strategy \| .*did you mean 'memory'"):
         plan.figure("memry")
+    with pytest.raises(InputError, match=r"no figure 'memry'; (?!.*offload)"):
+        plan.figure("memry")
+    with pytest.raises(InputError, match=r"there is no figure 'offlod'.*did you mean 'offload'"):
+        plan.figure("offlod")
     with pytest.raises(InputError, match="there is no figure 3"):
         plan.figure(3)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="'offload': nothing moves to the host; it has strategy"):

@@ -353,14 +353,22 @@ class Array(Closing):
         """A text with the fused ops, the plan, and measurements so far."""
         return f"{self.fused.describe()}\n{self._compiled.report()}"
 
-    def figure(self) -> tuple[Any, Any]:
-        """A figure of the fused ops by model, and its axes, of matplotlib.
+    def figure(self, name: str = "fusion") -> tuple[Any, Any]:
+        """A figure of the array and its axes, of matplotlib.
 
-        ``autopar.fusion.figure.fusion_data(array.fused)`` are its numbers.
+        ``name`` is "fusion", of the fused ops by model, whose numbers are
+        ``autopar.fusion.figure.fusion_data(array.fused)``, or that of a figure of the plan of all
+        active models. Raises InputError for another, and where the plan has nothing of it.
         """
         from autopar.fusion.figure import fusion_data, plot_fusion  # imports matplotlib
+        from autopar.plans.figures.catalog import FIGURES, figures_of, no_figure
 
-        return plot_fusion(fusion_data(self.fused))
+        if name == "fusion":
+            return plot_fusion(fusion_data(self.fused))
+        if name not in FIGURES:
+            raise no_figure(name, ("fusion", *figures_of(self.plan)), FIGURES)
+        found: tuple[Any, Any] = self.plan.figure(name)
+        return found
 
     def close(self) -> None:
         """Stop the workers, or leave the process group if it was joined here."""

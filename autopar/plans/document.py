@@ -91,7 +91,8 @@ class Plan(PlanFields, frozen=True):
         """A figure and its axes, of matplotlib, neither shown nor known to ``pyplot``.
 
         ``name``: strategy, step, memory, memory_over_time, search, alternatives, timeline,
-        activations, recomputation, kernels or offload; `autopar.plans.figures` has their numbers.
+        activations, recomputation, kernels, offload or k_curve (of reverse_first_k);
+        `autopar.plans.figures` has their numbers.
         The search is that of this process, which a plan read from JSON does not have. Raises
         InputError for another, and where the plan has nothing of it.
         """

@@ -398,3 +398,16 @@ def test_steps_that_are_profiled_train_as_others() -> None:
             with pytest.raises(InputError, match="every model has left this array"):
                 array.profile(*batch)
     assert torch.equal(*losses)
+
+
+def test_an_array_has_the_figures_of_its_fusion_and_of_its_plan() -> None:
+    with autopar.compile(
+        models_of(2), 1, batches_of(1)[0], loss_fn=F.cross_entropy, optimizer=OPTIMIZERS[0]
+    ) as array:
+        assert array.figure()[0].get_suptitle() == array.figure("fusion")[0].get_suptitle()
+        assert "2 models in" in array.figure("fusion")[0].get_suptitle()
+        assert array.figure("step")[0].get_suptitle().startswith("A step of ")
+        with pytest.raises(InputError, match=r"'fusoin'; write fusion \| .*did you mean 'fusion'"):
+            array.figure("fusoin")
+        with pytest.raises(InputError, match="the plan has no figure 'offload'"):
+            array.figure("offload")

@@ -6,7 +6,7 @@
 from autopar.plans.bars import Bars, Line, Series, Unit
 from autopar.plans.figures.bar_plots import plot_bars
 from autopar.plans.figures.catalog import FIGURES, figure_data, page_figures, plan_figure
-from autopar.plans.figures.k_curve import KCurve, k_curve_data, plot_k_curve
+from autopar.plans.figures.k_curve import KCurve, k_curve_data, plan_k_curve, plot_k_curve
 from autopar.plans.figures.memory_over_time import (
     MemoryChart,
     memory_over_time_data,
@@ -54,6 +54,7 @@ __all__ = [
     "offload_data",
     "page_figures",
     "plan_figure",
+    "plan_k_curve",
     "plot_bars",
     "plot_held",
     "plot_k_curve",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from autopar.base.errors import InputError
 from autopar.base.spelling import did_you_mean
 from autopar.plans.figures.bar_plots import plot_bars
 from autopar.plans.figures.drawing import FigureAndAxes, svg_of
+from autopar.plans.figures.k_curve import plan_k_curve, plot_k_curve
 from autopar.plans.figures.memory_over_time import memory_over_time_data, plot_memory_over_time
 from autopar.plans.figures.numbers import (
     alternatives_data,
@@ -74,6 +75,9 @@ FIGURES: Mapping[str, Recipe] = {
     "recomputation": Recipe(recomputation_data, plot_bars, "nothing is recomputed"),
     "kernels": Recipe(kernels_data, plot_bars, "no compiled blocks were measured"),
     "offload": Recipe(offload_data, plot_offload, "nothing moves to the host"),
+    "k_curve": Recipe(
+        plan_k_curve, plot_k_curve, "its schedule is not reverse_first_k or conventional by stages"
+    ),
 }
 IN_NOTEBOOKS = ("step", "memory", "timeline")
 
@@ -81,15 +85,24 @@ IN_NOTEBOOKS = ("step", "memory", "timeline")
 def figure_data(plan: PlanFields, name: str) -> Any:
     """The numbers of a figure; raises InputError for one that there is not, or not for the plan."""
     if name not in FIGURES:
-        near = did_you_mean(name, FIGURES) if isinstance(name, str) else ""
-        raise InputError(f"there is no figure {shown(name)}; write {' | '.join(FIGURES)}{near}")
+        raise no_figure(name, figures_of(plan), FIGURES)
     found = FIGURES[name].data(plan)
     if found is None:
-        have = [each for each, recipe in FIGURES.items() if recipe.data(plan) is not None]
-        raise InputError(
-            f"the plan has no figure {name!r}: {FIGURES[name].why}; it has {', '.join(have)}"
-        )
+        have = ", ".join(figures_of(plan))
+        raise InputError(f"the plan has no figure {name!r}: {FIGURES[name].why}; it has {have}")
     return found
+
+
+def figures_of(plan: PlanFields) -> tuple[str, ...]:
+    """The names of the figures that the plan has."""
+    return tuple(name for name, recipe in FIGURES.items() if recipe.data(plan) is not None)
+
+
+def no_figure(name: object, have: Iterable[str], known: Iterable[str] = ()) -> InputError:
+    """The error for a name of no figure, with those that there are and one that is similar."""
+    names = tuple(have)
+    near = did_you_mean(name, (*names, *known)) if isinstance(name, str) else ""
+    return InputError(f"there is no figure {shown(name)}; write {' | '.join(names)}{near}")
 
 
 def plan_figure(plan: PlanFields, name: str) -> FigureAndAxes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -36,7 +37,16 @@ FigureAndAxes = tuple[Figure, Axes]
 
 
 class NotebookFigure(Figure):
-    """A figure that a notebook shows without ``pyplot``, in the colors of its page."""
+    """A figure that a notebook shows without ``pyplot``, in the colors of its page.
+
+    Characters that matplotlib's font lacks, as in names of modules, are drawn as boxes, but stay
+    what they are on a page, whose reader has other fonts; neither is a reason to warn.
+    """
+
+    def draw(self, renderer: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"Glyph \d+ .*missing from", UserWarning)
+            super().draw(renderer)
 
     def _repr_html_(self) -> str:
         return svg_of(self, self.get_suptitle())

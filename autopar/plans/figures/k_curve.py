@@ -1,7 +1,7 @@
 """The curve of reverse-first-k over k (Oh et al., EuroSys 2022).
 
-In: a ``Gain`` of `autopar.schedules.reverse_first_k_gain`. Out: seconds per iteration at each k,
-beside those of the conventional order.
+In: a ``Gain`` of `autopar.schedules.reverse_first_k_gain`, or a plan whose layers are stages on
+every device. Out: seconds per iteration at each k, beside those of the conventional order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from autopar.plans.figures.drawing import (
     name_axis,
     new_figure,
 )
-from autopar.schedules import Gain
+from autopar.plans.parts import PlanFields
+from autopar.schedules import Gain, reverse_first_k_gain
+
+SCHEDULES = ("reverse_first_k", "conventional")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,23 @@ def k_curve_data(gain: Gain) -> KCurve:
         best_k=best_k,
         best_s=gain.best_s,
     )
+
+
+def plan_k_curve(plan: PlanFields) -> KCurve | None:
+    """The time of a plan's step at each k, simulated at the plan's prices as its search did.
+
+    None for another schedule than reverse-first-k and the conventional order of layers.
+    """
+    found, costs = plan.schedule.pipeline(), plan.stage_costs
+    if found is None or found[1].name not in SCHEDULES or costs is None:
+        return None
+    shape = found[1].shape
+    if not (costs.fit(found[1]) and shape.reduces):
+        return None
+    gain = reverse_first_k_gain(
+        costs.durations, num_layers=shape.num_stages, num_microbatches=shape.num_microbatches
+    )
+    return k_curve_data(gain)
 
 
 def plot_k_curve(curve: KCurve) -> FigureAndAxes:

@@ -101,26 +101,28 @@ def reverse_first_k_gain(
     durations: Durations,
     *,
     num_layers: int,
+    num_microbatches: int = 1,
     memory: Memory | None = None,
     max_memory_bytes: float = float("inf"),
     whole_curve: bool = True,
 ) -> Gain:
     """The best k under the memory cap, and the curve over all k (or over those searched).
 
-    ``durations`` are seconds of each layer, ``G`` those of the reduction of its gradients. Raises
-    ScheduleError if not even the conventional order fits.
+    ``durations`` are seconds of each layer for a micro-batch, ``G`` those of the reduction of its
+    gradients. Raises ScheduleError if not even the conventional order fits.
     """
     _check_num_layers(num_layers)
-    held = memory or Memory()
+    held, num = memory or Memory(), num_microbatches
     known: dict[int, KPoint] = {}
 
     def point(k: int) -> KPoint:
         if k not in known:
-            schedule = reverse_first_k(num_stages=num_layers, k=k)
+            schedule = reverse_first_k(num_stages=num_layers, num_microbatches=num, k=k)
             known[k] = KPoint(k, *steady_state(schedule, durations, held))
         return known[k]
 
-    baseline = steady_state(conventional(num_stages=num_layers, reduces=True), durations, held)
+    order = conventional(num_stages=num_layers, num_microbatches=num, reduces=True)
+    baseline = steady_state(order, durations, held)
     _require_fits(baseline, max_memory_bytes)
 
     def cost(k: int) -> float:
@@ -138,7 +140,7 @@ def reverse_first_k_gain(
         name="reverse_first_k",
         conventional_s=baseline.iteration_s,
         best_s=min(cost(best), baseline.iteration_s),
-        schedule=reverse_first_k(num_stages=num_layers, k=best),
+        schedule=reverse_first_k(num_stages=num_layers, num_microbatches=num, k=best),
         curve=tuple(known[k] for k in sorted(known)),
         best_k=best,
     )
