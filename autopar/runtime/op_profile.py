@@ -33,12 +33,13 @@ BETWEEN = "between ops"
 
 
 class Pass(StrEnum):
-    """The part of a step in which an op runs. A stage that is recomputed as a whole runs its
-    forward pass twice, and FORWARD counts both."""
+    """The part of a step in which an op runs; UPDATE is all that follows the ops. A stage that is
+    recomputed as a whole runs its forward pass twice, and FORWARD counts both."""
 
     FORWARD = "forward"
     RECOMPUTED = "recomputed"
     BACKWARD = "backward"
+    UPDATE = "update"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

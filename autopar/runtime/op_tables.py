@@ -20,13 +20,16 @@ from autopar.plans.layout import Section
 from autopar.runtime.op_profile import BETWEEN, OpProfile, Pass
 
 _COUNT = re.compile(r"_\d+$")  # of an op among those of its operator
+REST = "updates and the rest"
+"""What follows the ops of a step: reductions of gradients, updates, and the call itself."""
 MOST_OPS = 10
 """How many rows a report has of the ops that are furthest from their predictions."""
 NOTE = (
     "Each op with its call from Python: forward, backward, and recomputed in the backward pass, as "
     f"what costs little always is. {BETWEEN!r}: redistributions inside a block, and sums of the "
     "gradients of a value with several readers; no prediction of an op includes them. Graphs that "
-    "Inductor compiled are not timed; communication between blocks is left out."
+    f"Inductor compiled are not timed; communication between blocks is left out. {REST!r}: as in "
+    "the step by phase, beside the predicted update."
 )
 
 
@@ -69,9 +72,10 @@ def worst_groups(ops: Sequence[OpProfile], most: int = MOST_OPS) -> tuple[OpGrou
 
 
 def op_section(ops: Sequence[OpProfile]) -> Section:
-    """The table of the worst predictions, under the sums of all ops."""
-    priced = OpGroup(ops=tuple(op for op in ops if op.operator != BETWEEN))
-    between_s = sum(op.measured_s for op in ops) - priced.measured_s
+    """The table of the worst predictions, under the sums of all ops without `REST`."""
+    timed = [op for op in ops if op.direction is not Pass.UPDATE]
+    priced = OpGroup(ops=tuple(op for op in timed if op.operator != BETWEEN))
+    between_s = sum(op.measured_s for op in timed) - priced.measured_s
     title = f"op by op: {format_seconds(priced.measured_s + between_s)} a step"
     if priced.ratio is not None:
         own = f", {format_seconds(priced.measured_s)} of it in ops" if between_s else ""
@@ -104,7 +108,7 @@ def ops_data(ops: Sequence[OpProfile]) -> Bars:
     predicted = tuple(group.predicted_s for group in groups)
     measured = tuple(group.measured_s for group in groups)
     return Bars(
-        title="Ops furthest from their predictions: seconds of a step on one device",
+        title="Furthest from their predictions: seconds of a step on one device",
         unit=Unit.SECONDS,
         rows=tuple(map(_row_name, groups)),
         series=(
@@ -117,7 +121,8 @@ def ops_data(ops: Sequence[OpProfile]) -> Bars:
 def _row_name(group: OpGroup) -> str:
     kind = f" {BETWEEN}" if group.ops[0].operator == BETWEEN else ""
     is_forward = group.direction is Pass.FORWARD
-    return f"{group.label}{kind}" + ("" if is_forward else f", {group.direction}")
+    is_named = is_forward or group.direction is Pass.UPDATE
+    return f"{group.label}{kind}" + ("" if is_named else f", {group.direction}")
 
 
 def calibration_of(device: DeviceSpec, ops: Sequence[OpProfile]) -> Calibration:

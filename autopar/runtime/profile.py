@@ -13,18 +13,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from autopar.base.documents import shown
-from autopar.base.errors import InputError
-from autopar.base.spelling import did_you_mean
 from autopar.base.units import format_seconds
 from autopar.cost_models import Calibration
+from autopar.cost_models.estimate import Source
 from autopar.plans.bars import Bars, Series, Unit
 from autopar.plans.document import Plan
 from autopar.plans.layout import WIDTH, Section, text_lines
 from autopar.plans.timeline import predicted_timeline, stage_durations
-from autopar.runtime.op_profile import OpProfile
+from autopar.runtime.op_profile import OpProfile, Pass
 from autopar.runtime.op_tables import (
     MOST_OPS,
+    REST,
     OpGroup,
     calibration_of,
     op_section,
@@ -38,7 +37,6 @@ from autopar.schedules.simulate.timeline import covered_s
 from autopar.schedules.simulate.trace import device_names, interval_events, trace_text
 
 FORWARD, BACKWARD = (Kind.F,), (Kind.B, Kind.I, Kind.W, Kind.R)
-REST = "updates and the rest"
 MOST_RANKS = 8
 """The report has columns for so many ranks: those that take longest."""
 NOTE = (
@@ -124,6 +122,19 @@ class Profile:
         )  # fmt: skip
 
     @cached_property
+    def timed(self) -> tuple[OpProfile, ...]:
+        """The ops, and what follows them in a step on the rank where that takes longest."""
+        if not self.ops:
+            return ()
+        predicted_s = self.plan.prediction.update_s
+        rest = OpProfile(
+            name=REST, operator="", block="", direction=Pass.UPDATE,
+            measured_s=max(rank.rest_s for rank in self.ranks), predicted_s=predicted_s,
+            source=Source(self.plan.prediction.update_source) if predicted_s else None,
+        )  # fmt: skip
+        return (*self.ops, rest)
+
+    @cached_property
     def stages(self) -> tuple[StageTimes, ...]:
         """The times of each stage; without a pipeline there is one."""
         durations, found = stage_durations(self.plan), []
@@ -164,7 +175,7 @@ class Profile:
             title=f"{steps}: {format_seconds(self.step_time_s)}{each}{mfu}, "
             f"{self.ratio:.2f}x the predicted {format_seconds(p.step_time_s)}",
         )
-        ops = [op_section(self.ops)] if self.ops else []
+        ops = [op_section(self.timed)] if self.ops else []
         return first, self._phase_section(), self._stage_section(), *ops
 
     @property
@@ -235,11 +246,11 @@ class Profile:
         furthest from their predictions. Raises InputError for another.
         """
         from autopar.plans.figures.bar_plots import plot_bars  # imports matplotlib
+        from autopar.plans.figures.catalog import no_figure
 
         made = {"phases": self.phases_data, "stages": self.stages_data, "ops": self.ops_data}
         if name not in made:
-            near = did_you_mean(name, made) if isinstance(name, str) else ""
-            raise InputError(f"there is no figure {shown(name)}; write {' | '.join(made)}{near}")
+            raise no_figure(name, made)
         return plot_bars(made[name]())
 
     def phases_data(self) -> Bars:
@@ -272,12 +283,15 @@ class Profile:
         )  # fmt: skip
 
     def ops_data(self) -> Bars:
-        """The seconds of the ops furthest from their predictions: predicted, and measured."""
-        return ops_data(self.ops)
+        """The seconds of what is furthest from its prediction: predicted, and measured."""
+        return ops_data(self.timed)
 
     def worst_ops(self, most: int = MOST_OPS) -> tuple[OpGroup, ...]:
-        """The ops furthest from their predictions, equal ones of repeated layers as one."""
-        return worst_groups(self.ops, most)
+        """The ops furthest from their predictions, equal ones of repeated layers as one.
+
+        What follows all ops in a step, `REST`, counts as one.
+        """
+        return worst_groups(self.timed, most)
 
     def calibration(self) -> Calibration:
         """Efficiencies of the device fitted to these ops, and their errors on held-out ones.

@@ -31,7 +31,7 @@ from autopar.runtime.machine.op_clock import OpClock, OpSeconds, timed_graphs
 from autopar.runtime.machine.protocols import Phase
 from autopar.runtime.measure.op_prices import op_prices
 from autopar.runtime.op_profile import BETWEEN, OpProfile, Pass, op_profiles
-from autopar.runtime.op_tables import worst_groups
+from autopar.runtime.op_tables import REST, worst_groups
 from autopar.runtime.profile import Profile
 from tests.models.zoo import build
 
@@ -59,9 +59,9 @@ def test_every_op_that_computes_is_timed_in_both_directions(
     for found in (forward, backward):
         assert wanted <= set(found)
         assert all(op.measured_s > 0 for op in found.values())
-    totals = {name for name, op in forward.items() if op.block == "totals"}
-    assert totals
-    assert not totals & set(backward)
+    sums = {name for name, op in forward.items() if op.block == "batch sums"}
+    assert sums
+    assert not sums & set(backward)
 
 
 def test_predictions_add_up_to_those_of_the_plan(profiled: tuple[Any, Profile]) -> None:
@@ -84,8 +84,8 @@ def test_the_worst_predictions_are_named_with_the_numbers_of_the_ops(
     profiled: tuple[Any, Profile],
 ) -> None:
     _, profile = profiled
-    groups = worst_groups(profile.ops, most=10**6)
-    assert sorted(o.name for g in groups for o in g.ops) == sorted(o.name for o in profile.ops)
+    groups = worst_groups(profile.timed, most=10**6)
+    assert sorted(o.name for g in groups for o in g.ops) == sorted(o.name for o in profile.timed)
     off = [abs(group.measured_s - group.predicted_s) for group in groups]
     assert off == sorted(off, reverse=True)
     text = "".join(str(profile).split())
@@ -102,6 +102,19 @@ def test_the_worst_predictions_are_named_with_the_numbers_of_the_ops(
     scale = {"s": 1.0, "ms": 1e-3, "us": 1e-6}[axes.get_xlabel()]
     drawn = [patch.get_width() * scale for patch in axes.patches]
     assert drawn == pytest.approx([v for s in data.series for v in s.values if v is not None])
+
+
+def test_updates_and_the_rest_are_among_the_predictions(profiled: tuple[Any, Profile]) -> None:
+    compiled, profile = profiled
+    rest = profile.timed[-1]
+    assert profile.timed[:-1] == profile.ops
+    assert (rest.name, rest.direction) == (REST, Pass.UPDATE)
+    assert rest.measured_s == max(rank.rest_s for rank in profile.ranks)
+    assert rest.predicted_s == compiled.plan.prediction.update_s > 0
+    longest = dataclasses.replace(profile, step_times_s=(100.0,))
+    assert [group.label for group in longest.worst_ops(1)] == [REST]
+    assert longest.sections()[-1].rows[0][0] == REST
+    assert REST in longest.ops_data().rows
 
 
 def test_the_same_numbers_feed_the_calibration(profiled: tuple[Any, Profile]) -> None:

@@ -16,7 +16,8 @@ import torch
 
 import autopar
 from autopar.base.errors import InputError
-from autopar.runtime.profile import REST, Profile
+from autopar.runtime.op_tables import REST
+from autopar.runtime.profile import Profile
 from autopar.runtime.step.executor import ActionTime
 from autopar.schedules import Action, Kind, Resource
 
