@@ -15,10 +15,12 @@ import autopar
 from autopar import Plan
 from autopar.cost_models import Cluster
 from autopar.plans.timeline import predicted_timeline, predicted_trace
+from autopar.schedules.action import Kind
 from tests.models import families
 
 WIDTH, ROWS = 512, 64
 ONE = Cluster.preset("a100-80", devices_per_node=1)
+TWO = Cluster.preset("a100-80", devices_per_node=2)
 FOUR = Cluster.preset("a100-80", devices_per_node=4)
 PIPELINE: dict[str, Any] = {"num_stages": 4, "num_microbatches": 8}
 
@@ -32,6 +34,23 @@ class Product(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x).sum()
+
+
+class Tall(nn.Module):
+    """Most parameters in the embedding, most computation in the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50_000, 16)
+        self.layers = nn.ModuleList(
+            nn.Sequential(*[nn.Linear(16, 16) for _ in range(8)]) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
 
 
 @functools.cache
@@ -99,6 +118,21 @@ def test_the_timeline_ends_with_the_step(schedule: str) -> None:
         plan.prediction.step_time_s * 1e6, rel=1e-3
     )
     assert {"compute", "communication"} <= {each.get("cat") for each in events}
+
+
+def test_the_update_of_a_step_is_that_of_the_rank_that_computes_most() -> None:
+    """Not that of the rank whose update takes longest, which is another here."""
+    plan = autopar.plan(
+        Tall(), TWO, example_inputs={"x": torch.zeros(8, 4, dtype=torch.int64)},
+        schedule="1f1b", num_microbatches=4, cuts=["layers.0"],
+    )  # fmt: skip
+    p, timeline, costs = plan.prediction, predicted_timeline(plan), plan.stage_costs
+    assert timeline is not None
+    assert costs is not None
+    after_s = costs.update_after_s
+    assert after_s[p.pipeline_rank] < max(after_s)
+    updates = [i for i in timeline.of_device(p.pipeline_rank) if i.action.kind is Kind.U]
+    assert p.update_s == pytest.approx(sum(i.duration_s for i in updates))
 
 
 def test_the_timeline_of_unequal_islands_ends_with_the_step() -> None:

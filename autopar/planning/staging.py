@@ -50,7 +50,8 @@ from autopar.sharding.strategy import Analysis
 class PipelineTimes:
     """A simulated step: its time, and the times of the pipeline rank that computes most.
 
-    ``rank`` is that one. ``communication_s`` is its exposed communication, ``hidden_s`` what
+    ``rank`` is that one; what follows the schedule on it is included, and the step ends where that
+    takes longest. ``communication_s`` is its exposed communication, ``hidden_s`` what
     overlaps with its computation; waiting for messages is neither, but part of the bubbles.
     ``durations`` and ``links`` were simulated, ``after_s`` are the reductions and updates by rank
     that follow the schedule. ``collectives``: the price of messages between stages and sums over
@@ -311,9 +312,9 @@ def pipeline_times(
         step_s=passes * (timeline.period_s + own.move_after_s[last] + own.update_after_s[last]),
         forward_s=passes * spent["forward"],
         backward_s=passes * spent["backward"],
-        communication_s=passes * (spent["communication"] + own.move_after_s[last]),
+        communication_s=passes * (spent["communication"] + own.move_after_s[busiest]),
         hidden_s=passes * spent["overlapped"],
-        update_s=passes * (spent["update"] + own.update_after_s[last]),
+        update_s=passes * (spent["update"] + own.update_after_s[busiest]),
         bubble_share=timeline.bubble_ratio,
         rank=busiest,
         durations=durations,
