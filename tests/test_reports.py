@@ -24,7 +24,7 @@ from autopar.plans.layout import Section, text_lines
 from autopar.plans.parallelism import kinds_of
 from autopar.plans.parts import MODULE_TIMES
 from autopar.plans.strategy_names import DATA, MEGATRON, TENSOR, ZERO1, ZERO2, ZERO3, name_of
-from autopar.plans.summary import LINES, WIDTH, needed_bytes, summary_sections
+from autopar.plans.summary import LINES, WIDTH, headline, needed_bytes, summary_sections
 from autopar.plans.text import plan_sections
 from autopar.plans.timeline import predicted_timeline
 from tests.models.zoo import build
@@ -104,7 +104,7 @@ def test_a_report_fits_one_screen(case: str) -> None:
     assert all(line.isprintable() and line == line.rstrip() for line in lines)
     assert format_seconds(plan.prediction.step_time_s) + " a step" in lines[0]
     assert len(repr(plan).splitlines()) == 1
-    for title in ("step", "memory of a device"):
+    for title in ("step", "memory of a device, counted"):
         assert title in lines
     assert any(line.startswith("strategy by block") for line in lines)
 
@@ -339,7 +339,7 @@ def test_a_parameter_belongs_to_the_block_that_computes_with_it() -> None:
 def test_names_are_escaped_and_move_no_cursor() -> None:
     text = planned("free").to_json()
     named = Plan.from_json(
-        text.replace("transformer.h.", "<b>&\\u202e.h.").replace('"totals', '"<i>')
+        text.replace("transformer.h.", "<b>&\\u202e.h.").replace('"batch sums', '"<i>')
     )
     page = Read(named._repr_html_())
     assert "b" not in page.tags
@@ -465,9 +465,10 @@ def test_two_plans_are_compared() -> None:
 
 
 def test_compared_plans_are_named_in_the_order_given(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths = [str(tmp_path / name) for name in ("b.json", "a.json")]
+    monkeypatch.chdir(tmp_path)
+    paths = ["b.json", "a.json"]
     plans = [planned("DDP"), planned("FSDP")]
     for plan, path in zip(plans, paths):
         plan.to_json(path)
@@ -505,14 +506,15 @@ def test_the_peak_of_memory_is_said_in_words() -> None:
 
 
 @pytest.mark.parametrize("case", ["PP", "free"])
-def test_an_estimate_of_memory_far_from_the_count_is_explained(case: str) -> None:
+def test_an_estimate_of_memory_is_told_from_the_count(case: str) -> None:
     document = json.loads(planned(case).to_json())
     counted_bytes = sum(document["prediction"]["memory_bytes"].values())
-    for share, is_far in ((0.5, True), (0.9, False)):
+    for share, is_other in ((0.5, True), (0.9, True), (1.0, False)):
         document["search"]["estimated_bytes"] = round(share * counted_bytes)
         text = " ".join(str(Plan.from_json(json.dumps(document))).split())
-        assert (f"counted, this plan takes {format_bytes(counted_bytes)}" in text) == is_far
-        assert ("as if stages were equal in size" in text) == (is_far and case == "PP")
+        assert (f"counted, this plan takes {format_bytes(counted_bytes)}" in text) == is_other
+        assert ("est. memory: by the search, without workspace" in text) == is_other
+        assert ("as if stages were equal" in text) == (is_other and case == "PP")
 
 
 def test_a_known_strategy_that_is_the_plan_is_no_alternative() -> None:
@@ -531,6 +533,40 @@ def test_a_known_strategy_that_is_the_plan_is_no_alternative() -> None:
     search["baselines"][TENSOR] = dict(same, time_s=1.002 * step_s)
     tied = " ".join(str(Plan.from_json(json.dumps(document))).split())
     assert "ties: TP within 0.5% of the plan" in tied
+    assert "of each other" not in tied
+    search["baselines"] |= {TENSOR: slower, ZERO3: dict(slower, memory_bytes=1)}
+    tied = " ".join(str(Plan.from_json(json.dumps(document))).split())
+    assert "alternatives within 0.5% of each other are ties: prices may be off by" in tied
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "beside"),
+    [
+        (DATA, 1.0, "; the best known strategy"),
+        (DATA, 1.001, "; the best known strategy"),
+        (DATA, 1.1, "; 1.10x as fast as DDP"),
+        (TENSOR, 1.0, "; the same as TP"),
+        (TENSOR, 1.001, "; 1.00x as fast as TP"),
+    ],
+)
+def test_a_plan_is_not_compared_with_its_own_name(name: str, factor: float, beside: str) -> None:
+    document = json.loads(planned("DDP").to_json())
+    search, step_s = document["search"], document["prediction"]["step_time_s"]
+    size = search["estimated_bytes"]
+    known = dict(search["baselines"][DATA], time_s=factor * step_s, memory_bytes=size)
+    search["baselines"], search["considered"] = {name: known}, {}
+    assert headline(Plan.from_json(json.dumps(document))).endswith(beside)
+
+
+def test_a_tie_of_a_module_is_explained() -> None:
+    document = json.loads(planned("free").to_json())
+    for each in document["runner_ups"]:
+        each["compute_s"] = each["communication_s"] = 0.0
+    name = document["runner_ups"][0]["modules"][0]
+    tied = " ".join(str(Plan.from_json(json.dumps(document)).explain(name)).split())
+    assert "a tie: the step changes by at most 0.01%" in tied
+    slower = [each for each in planned("free").runner_ups if each.difference_s > 1e-5]
+    assert "a tie:" not in str(planned("free").explain(slower[0].modules[0]))
 
 
 def test_a_split_of_experts_is_expert_parallelism() -> None:
@@ -587,7 +623,12 @@ def test_an_unknown_detail_is_refused() -> None:
     ("names", "label"),
     [
         (["h.0", "h.1", "h.2"], "h.0-2 (3x)"),
-        (["h.0.a", "h.2.a"], "h.0..2.a (2x)"),
+        (["h.0.a", "h.2.a"], "h.0,2.a (2x)"),
+        (["h.0.a", "h.2.a", "h.4.a"], "h.0-4.a (3x, every 2nd)"),
+        ([f"h.{n}" for n in range(1, 13, 3)], "h.1-10 (4x, every 3rd)"),
+        (["h.0", "h.4", "h.5", "h.6"], "h.0,4-6 (4x)"),
+        (["h.0", "h.2", "h.5", "h.6", "h.9"], "h.0..9 (5x)"),
+        (["h.2", "h.1", "h.0"], "h.2..0 (3x)"),
         (["a.0.b.1", "a.1.b.0"], "a.0.b.1..a.1.b.0 (2x)"),
         (["head"], "head"),
     ],

@@ -59,7 +59,7 @@ def estimate_memory(chosen: argparse.Namespace) -> None:
             if each.memory_bytes is not None
         ),
     )
-    memory = Section(title="memory of a device under the plan", rows=memory_rows(found))
+    memory = Section(title="memory of a device under the plan, counted", rows=memory_rows(found))
     sections = (memory, others) if others.rows else (memory,)
     _print_page(chosen, Page(headline=headline(found), sections=sections))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 FIXED = "fixed"
-TOTALS = "totals"
+TOTALS = "batch sums"
+"""The sums over the batch that are computed from inputs alone, such as the number of targets."""
 
 
 def lies_in(path: str, module: str) -> bool:

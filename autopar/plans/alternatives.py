@@ -6,6 +6,7 @@ the memory of a device.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping
@@ -193,7 +194,7 @@ def alternatives_section(plan: PlanFields, num_rows: int) -> Section:
         *best,
     ]  # fmt: skip
     has_memory = any(each.memory_bytes is not None for each in best)
-    notes = [_ties(plan, listed), _stale(plan, found)]
+    notes = [_ties(plan, listed, best), _stale(plan, found)]
     if has_memory:
         notes.append(_estimate(plan))
     if len(listed) > len(best):
@@ -219,14 +220,13 @@ def alternatives_section(plan: PlanFields, num_rows: int) -> Section:
 
 
 def _estimate(plan: PlanFields) -> str:
-    """Why the estimates of memory are far from the count, if they are."""
-    counted_bytes = sum(plan.prediction.memory_bytes.values())
-    if math.isclose(plan.search.estimated_bytes, counted_bytes, rel_tol=0.25):
+    """What the estimates of memory are, beside the count of the plan's, where these differ."""
+    counted = format_bytes(sum(plan.prediction.memory_bytes.values()))
+    if format_bytes(plan.search.estimated_bytes) == counted:
         return ""
-    stages = ", as if stages were equal in size" * plan.is_pipeline
+    stages = " and as if stages were equal" * plan.is_pipeline
     return (
-        f"est. memory: a rough sum over ops to compare by, without workspace{stages}; counted, "
-        f"this plan takes {format_bytes(counted_bytes)}."
+        f"est. memory: by the search, without workspace{stages}; counted, this plan takes {counted}"
     )
 
 
@@ -241,15 +241,23 @@ def _stale(plan: PlanFields, found: list[Alternative]) -> str:
     return f"on old weights, which is {NOT_EAGER}: {', '.join(texts)}" if texts else ""
 
 
-def _ties(plan: PlanFields, listed: list[Alternative]) -> str:
+def _ties(plan: PlanFields, listed: list[Alternative], shown: list[Alternative]) -> str:
+    """Which alternatives tie with the plan, why that is one, and whether others do so as well."""
     step_s = plan.prediction.step_time_s
     tied = [e for e in listed if not e.is_same and math.isclose(e.time_s, step_s, rel_tol=TIE)]
+    factor = plan.prediction.analytical_factor
+    sure = f"prices may be off by {factor:.3g}x" if factor is not None else ""
+    others = [each.time_s for each in shown if each not in tied and not each.is_same]
+    is_tie = any(math.isclose(*pair, rel_tol=TIE) for pair in itertools.pairwise(others))
     if not tied:
-        return ""
+        why = f": {sure}" * bool(sure)
+        return f"alternatives within {TIE:.1%} of each other are ties{why}." * is_tie
     names = [f"the best on {e.mesh}" if e.name == ON_MESH else e.name for e in tied[:3]]
     names += [f"{len(tied) - 3} more"] * (len(tied) > 3)
     less = sum(1 for e in tied if (e.memory_bytes or 0) > plan.search.estimated_bytes)
     why = "the plan takes less memory than each" if less == len(tied) else "any of them would do"
-    factor = plan.prediction.analytical_factor
-    sure = f", and prices may be off by {factor:.3g}x" if factor is not None else ""
-    return f"ties: {', '.join(names)} within {TIE:.1%} of the plan{sure}; {why}."
+    sure = f", and {sure}" * bool(sure)
+    return (
+        f"ties: {', '.join(names)} within {TIE:.1%} of the plan{sure}; {why}."
+        + " So are others within that of each other." * is_tie
+    )

@@ -16,6 +16,7 @@ from autopar.plans.parts import ModulePlan, PlanFields
 
 _NUMBER = re.compile(r"\d+")
 MAX_WORDS = 3
+MOST_RUNS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,17 +141,37 @@ def runs_of(names: Sequence[str]) -> list[str]:
 
 
 def folded(names: Sequence[str]) -> str:
-    """One label for many names: ``h.0-11 (12x)`` where they differ in one number only."""
+    """One label for many names that differ in one number: ``h.0-11 (12x)``, ``h.0-4 (3x, every
+    2nd)``, ``h.0,4-6 (4x)``; with more than `MOST_RUNS` runs of numbers ``h.0..11 (6x)``."""
     if len(names) == 1:
         return names[0]
     numbers = [[int(n) for n in _NUMBER.findall(name)] for name in names]
     moving = [i for i, each in enumerate(zip(*numbers)) if len(set(each)) > 1]
-    count = f"({len(names)}x)"
+    count = f"{len(names)}x"
     if len({pattern_of(name) for name in names}) > 1 or len(moving) != 1:
-        return f"{names[0]}..{names[-1]} {count}"
+        return f"{names[0]}..{names[-1]} ({count})"
     (place,) = moving
     found = [each[place] for each in numbers]
-    dense = found == list(range(found[0], found[0] + len(found)))
-    text = f"{found[0]}-{found[-1]}" if dense else f"{found[0]}..{found[-1]}"
+    text = f"{found[0]}..{found[-1]}"
+    stride = found[1] - found[0]
+    if stride > 1 and len(found) > 2 and found == list(range(found[0], found[-1] + 1, stride)):
+        text, count = f"{found[0]}-{found[-1]}", f"{count}, every {_ordinal(stride)}"
+    elif found == sorted(found):
+        ranges = _ranges(found)
+        text = ",".join(ranges) if len(ranges) <= MOST_RUNS else text
     parts = iter(range(len(numbers[0])))
-    return _NUMBER.sub(lambda m: text if next(parts) == place else m[0], names[0]) + f" {count}"
+    name = _NUMBER.sub(lambda m: text if next(parts) == place else m[0], names[0])
+    return f"{name} ({count})"
+
+
+def _ranges(numbers: Sequence[int]) -> list[str]:
+    """Ascending numbers as runs of consecutive ones: ``0``, ``4-6``."""
+    runs = groupby(enumerate(numbers), lambda each: each[1] - each[0])
+    ends = [(run[0][1], run[-1][1]) for run in (list(found) for _, found in runs)]
+    return [str(first) if first == last else f"{first}-{last}" for first, last in ends]
+
+
+def _ordinal(number: int) -> str:
+    """``2nd``, ``3rd``, ``11th``."""
+    is_teen = number // 10 % 10 == 1
+    return f"{number}{'th' if is_teen else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"

@@ -21,7 +21,14 @@ from autopar.plans.layout import Section
 from autopar.plans.page import Page
 from autopar.plans.parallelism import joined, kinds_of, kinds_of_choice, strategy_name
 from autopar.plans.parts import MODULE_TIMES, ModuleChoice, ModulePlan, PlanFields, RunnerUp
-from autopar.plans.summary import LEAST_S, counted, headline, needed_bytes, time_text
+from autopar.plans.summary import (
+    LEAST_S,
+    REDISTRIBUTION,
+    counted,
+    headline,
+    needed_bytes,
+    time_text,
+)
 from autopar.plans.text import inputs_text
 
 MAX_ROWS = 40
@@ -29,6 +36,8 @@ LEAST_SHARE = 1e-4
 """A smaller share of a device's memory is not shown."""
 TIE = 1e-4
 """A difference below this share of a step is called a tie."""
+A_TIE = "a tie"
+TIES = f"{A_TIE}: the step changes by at most {TIE:.2%}, so that either would do."
 BY_ITSELF = (
     "Each module by itself: all outside of it stays as it is. The search's prices and its estimate "
     "of memory."
@@ -167,7 +176,15 @@ def _times(plan: PlanFields, modules: list[ModulePlan]) -> Section:
         shown_rows += (("sum", "", *map(time_text, sums)),)
     return Section(
         title="predicted time of a step on one device" + ", each" * (len(alike) < len(rows)),
-        columns=("module", "split", "forward", "input grad.", "weight grad.", "commun.", "update"),
+        columns=(
+            "module",
+            "split",
+            "forward",
+            "input grad.",
+            "weight grad.",
+            REDISTRIBUTION,
+            "update",
+        ),
         rows=shown_rows,
         notes=notes,
         wraps=True,
@@ -200,13 +217,14 @@ def _runner_ups(
         found.append((depth, row))
     found.sort(key=itemgetter(0))
     shown_rows, notes = _cut([row for _, row in found])
+    ties = (TIES,) * any(row[-1] == A_TIE for row in shown_rows)
     return Section(
         title="the best other choice, and the difference of a step with it",
         columns=(
-            "module", "chosen", "runner-up", "step", "compute", "commun.", "memory", "why not"
+            "module", "chosen", "runner-up", "step", "compute", REDISTRIBUTION, "memory", "why not"
         ),
         rows=shown_rows,
-        notes=(*notes, BY_ITSELF),
+        notes=(*notes, *ties, BY_ITSELF),
         wraps=True,
     ).used_columns()  # fmt: skip
 
@@ -245,7 +263,7 @@ def why(plan: PlanFields, each: RunnerUp) -> str:
     if needed_bytes(plan) + each.memory_bytes > plan.cluster.usable_memory_bytes:
         return "does not fit"
     if abs(each.difference_s) <= TIE * plan.prediction.step_time_s:
-        return "a tie"
+        return A_TIE
     return "slower" if each.difference_s > 0 else "faster by itself"
 
 

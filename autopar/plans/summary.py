@@ -35,13 +35,16 @@ LINES = 40
 BLOCK_ROWS, LEAST_ALTERNATIVES, MOST_ALTERNATIVES = 7, 3, 9
 _NONE_FITS = "; no known strategy fits as it is"
 LEAST_S = 5e-8  # shorter times are not shown
+REDISTRIBUTION = "redistribution"
+"""The column of the times of all redistributions: communication, and casts and copies."""
 DETAILS = "all details: plan.report('full'); one module: plan.explain('NAME')"
 
 
 def headline(plan: PlanFields) -> str:
     """One line: strategy, step time, MFU and memory, beside the fastest known strategy.
 
-    Such as ``FSDP over 8, 492 ms a step, 41% MFU, 61.00 of 79.00 GiB; 1.02x as fast as DDP``.
+    Such as ``FSDP over 8, 492 ms a step, 41% MFU, 61.00 of 79.00 GiB; 1.02x as fast as DDP``, or
+    ``; the best known strategy`` for a plan that is it.
     """
     names = strategy_name(plan), strategy_name(plan, short=True)
     texts = [_headline(plan, name) for name in names]
@@ -61,8 +64,13 @@ def _headline(plan: PlanFields, name: str) -> str:
         none_fits = any(NO_FIT in each.note for each in alternatives(plan))
         return ", ".join(parts) + _NONE_FITS * (none_fits and not plan.is_pipeline)
     other = re.sub(r" \([^)]*\)", "", known.name.split(", ")[0])
-    ratio = known.time_s / p.step_time_s
-    return f"{', '.join(parts)}; {ratio:.2f}x as fast as {other}"
+    ratio = f"{known.time_s / p.step_time_s:.2f}x"
+    beside = f"{ratio} as fast as {other}"
+    if name.startswith(f"{other} over ") and (known.is_same or ratio == "1.00x"):
+        beside = "the best known strategy"
+    elif known.is_same:
+        beside = f"the same as {other}"
+    return f"{', '.join(parts)}; {beside}"
 
 
 def _memory_of_all(plan: PlanFields) -> str:
@@ -94,7 +102,7 @@ def summary_sections(plan: PlanFields) -> list[Section]:
         Section(title="", rows=_facts(plan)),
         Section(title="step", rows=_step(plan)),
         _blocks(plan, groups),
-        Section(title="memory of a device", rows=memory_rows(plan)),
+        Section(title="memory of a device, counted", rows=memory_rows(plan)),
     ]
     used = 2 + sum(len(text_lines(section)) for section in first)
     last = Section(title="", notes=(DETAILS,))
@@ -252,7 +260,7 @@ def _blocks(plan: PlanFields, groups: list[BlockGroup]) -> Section:
         rows[half : half + len(left)] = [(f"{len(left)} other kinds of block", *empty)]
     return Section(
         title="strategy by block" + ", of all pipeline ranks" * plan.is_pipeline,
-        columns=("block", "parameters", "strategy", "split", "forward", "backward", "commun."),
+        columns=("block", "parameters", "strategy", "split", "forward", "backward", REDISTRIBUTION),
         rows=tuple(rows),
         notes=tuple(notes),
     ).used_columns()
