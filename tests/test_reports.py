@@ -419,6 +419,9 @@ def test_the_best_alternative_is_named() -> None:
         if "PipeDream" not in each.name and not each.is_same
     )
     assert f"best alternative {as_eager.name}" in pipeline
+    alone = " ".join(str(planned("PP alone").explain("transformer.h.1")).split())
+    assert "best alternative" in alone
+    assert " on x=1" not in alone.partition("best alternative")[2]
 
 
 # --- explain and diff ------------------------------------------------------------------------

@@ -9,13 +9,14 @@ import argparse
 import functools
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from autopar.base.documents import shown
-from autopar.base.errors import InputError
+from autopar.base.errors import InputError, PlanError
 from autopar.base.gc_pause import collector_paused
 from autopar.base.units import format_bytes
 from autopar.cli.arguments import cluster_of, recompute_of
@@ -45,27 +46,25 @@ def plan(chosen: argparse.Namespace) -> None:
 def estimate_memory(chosen: argparse.Namespace) -> None:
     found = _searched(chosen)
     usable = found.cluster.usable_memory_bytes
+    estimated = [("this plan", str(found.device_mesh), found.search.estimated_bytes)]
+    for each in alternatives(found):
+        if each.memory_bytes is not None:
+            estimated.append((each.name, each.mesh, each.memory_bytes))
     others = Section(
-        title="other strategies, estimated op by op and without recomputation",
+        title="beside other strategies, estimated op by op and without recomputation",
         columns=("strategy", "mesh", "a device", "fits"),
         rows=tuple(
-            (
-                each.name,
-                each.mesh,
-                format_bytes(each.memory_bytes),
-                "yes" if each.memory_bytes <= usable else "no",
-            )
-            for each in alternatives(found)
-            if each.memory_bytes is not None
+            (name, mesh, format_bytes(size), "yes" if size <= usable else "no")
+            for name, mesh, size in estimated
         ),
     )
     memory = Section(title="memory of a device under the plan, counted", rows=memory_rows(found))
-    sections = (memory, others) if others.rows else (memory,)
+    sections = (memory, others) if len(estimated) > 1 else (memory,)
     _print_page(chosen, Page(headline=headline(found), sections=sections))
 
 
 def show(chosen: argparse.Namespace) -> None:
-    found = Plan.from_json(Path(chosen.plan))
+    found = _read(chosen.plan)
     if chosen.full:
         print(format_plan(found, _width()))
     else:
@@ -73,24 +72,24 @@ def show(chosen: argparse.Namespace) -> None:
 
 
 def explain(chosen: argparse.Namespace) -> None:
-    _print_page(chosen, Plan.from_json(Path(chosen.plan)).explain(chosen.name))
+    _print_page(chosen, _read(chosen.plan).explain(chosen.name))
 
 
 def diff(chosen: argparse.Namespace) -> None:
-    first, second = (Plan.from_json(Path(path)) for path in (chosen.plan, chosen.other))
+    first, second = (_read(path) for path in (chosen.plan, chosen.other))
     _print_page(chosen, difference(first, second, (chosen.plan, chosen.other)))
 
 
 def report(chosen: argparse.Namespace) -> None:
-    Plan.from_json(Path(chosen.plan)).save_report(chosen.output)
+    _read(chosen.plan).save_report(chosen.output)
 
 
 def trace(chosen: argparse.Namespace) -> None:
-    Plan.from_json(Path(chosen.plan)).save_trace(chosen.output)
+    _read(chosen.plan).save_trace(chosen.output)
 
 
 def figure(chosen: argparse.Namespace) -> None:
-    drawn, _ = Plan.from_json(Path(chosen.plan)).figure(chosen.figure)
+    drawn, _ = _read(chosen.plan).figure(chosen.figure)
     suffix = Path(chosen.output).suffix.removeprefix(".")
     if suffix not in drawn.canvas.get_supported_filetypes():
         raise InputError(f"{shown(chosen.output)} is no picture; write -o {chosen.figure}.svg")
@@ -108,7 +107,7 @@ def profile(chosen: argparse.Namespace) -> None:
     inputs = (made.inputs,) if isinstance(made.inputs, Tensor) else made.inputs
     positional = () if isinstance(inputs, Mapping) else inputs
     named = inputs if isinstance(inputs, Mapping) else {}
-    read = None if chosen.plan is None else Plan.from_json(Path(chosen.plan))
+    read = None if chosen.plan is None else _read(chosen.plan)
     optimizer = functools.partial(torch.optim.AdamW, lr=1e-4)
     with compile_model(
         made.model, chosen.devices, inputs, optimizer=optimizer, plan=read
@@ -153,6 +152,15 @@ def schema(_: argparse.Namespace) -> None:
     print(msgspec.json.format(msgspec.json.encode(msgspec.json.schema(Plan)), indent=2).decode())
 
 
+def _read(path: str) -> Plan:
+    """The plan in a file; raises PlanError that names the file."""
+    try:
+        return Plan.from_json(Path(path))
+    except PlanError as error:
+        named = "" if shown(path) in str(error) else f"{shown(path)}: "
+        raise PlanError(f"{named}{error}") from error
+
+
 def _width() -> int:
     """Columns to print: ``COLUMNS``, those of the terminal, or without both the width of reports,
     which is also the most."""
@@ -160,7 +168,11 @@ def _width() -> int:
 
 
 def _print_page(chosen: argparse.Namespace, page: Page) -> None:
-    print(page_in_commands(page, vars(chosen), plan_file(chosen)).to_text(_width()))
+    """Print a page in the words of the command line; where it is narrow, no cell is shortened."""
+    page = page_in_commands(page, vars(chosen), plan_file(chosen))
+    if _width() < WIDTH:
+        page = replace(page, sections=tuple(replace(each, wraps=True) for each in page.sections))
+    print(page.to_text(_width()))
 
 
 def plan_file(chosen: argparse.Namespace) -> str:

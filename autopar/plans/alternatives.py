@@ -254,7 +254,8 @@ def _ties(plan: PlanFields, listed: list[Alternative], shown: list[Alternative])
         return f"alternatives within {TIE:.1%} of each other are ties{why}." * is_tie
     names = [f"the best on {e.mesh}" if e.name == ON_MESH else e.name for e in tied[:3]]
     names += [f"{len(tied) - 3} more"] * (len(tied) > 3)
-    less = sum(1 for e in tied if (e.memory_bytes or 0) > plan.search.estimated_bytes)
+    own_bytes = plan.search.estimated_bytes
+    less = sum(1 for e in tied if (e.memory_bytes or 0) > (1 + TIE) * own_bytes)
     why = "the plan takes less memory than each" if less == len(tied) else "any of them would do"
     sure = f", and {sure}" * bool(sure)
     return (

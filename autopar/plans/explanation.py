@@ -308,7 +308,7 @@ def _best_alternative(plan: PlanFields) -> tuple[tuple[str, str], ...]:
     if not fitting:
         return ()
     first, step_s = fitting[0], plan.prediction.step_time_s
-    on = f" on {first.mesh}" if first.mesh else ""
+    on = f" on {first.mesh}" if first.mesh and not plan.is_pipeline else ""
     more_s, note = first.time_s - step_s, f", {first.note}" if first.note else ""
     by = f"{'+' if more_s >= 0 else '-'}{format_seconds(abs(more_s))}"
     text = f"{first.name}{on}{note}: {format_seconds(first.time_s)} a step, {by}"
