@@ -313,10 +313,10 @@ def _fails_itself(
     causes = DataDependentOutputException, DynamicOutputShapeException
     if failed is None or isinstance(failed.__cause__, causes):
         return None
+    step = stepped(lambda tensor: tensor.detach().clone())
     tensors = [*step.parameters(), *step.buffers(), *pytree.tree_leaves(call)]
     if any(isinstance(x, Tensor) and x.is_meta for x in tensors):
         return failed
-    step = stepped(lambda tensor: tensor.detach().clone())
     args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), call)
     with torch.random.fork_rng():
         return failure_of(lambda last: _run(step, args, kwargs, last))

@@ -282,6 +282,14 @@ def test_a_model_that_fails_itself_is_told_apart_from_its_capture(body, code, me
     assert f"{__file__}:{number}: " in str(e.value)
 
 
+def test_a_model_without_data_fails_for_its_own_reason() -> None:
+    """Not as its parameters are on another device than its inputs."""
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    with pytest.raises(InputError, match=r"itself fails in eager mode.*linear at .*\[4, 3\]"):
+        capture(model, (torch.zeros(4, 3),), loss_fn=lambda y: y.sum())
+
+
 def test_what_only_capture_cannot_do_is_no_failure_of_the_model():
     def body(model, x):
         return model.linear(x).sum() * float(x.sum().numpy())
