@@ -50,6 +50,9 @@ def llama():
     ids = torch.zeros(8, 8, dtype=torch.long)
     return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
 
+def no_loss():
+    return nn.Linear(16, 4), torch.zeros(8, 16)
+
 def broken():
     raise RuntimeError("no weights here")
 
@@ -344,6 +347,7 @@ def test_advice_names_commands_and_options(
         (["show", "cli_models.py"], "autopar plan makes a new one"),
         ([*to_plan, "--num-stages", "3"], "choose --num-stages so that it does"),
         ([*to_plan, "--time-limit", "-1"], "such as --time-limit 60"),
+        (["plan", "cli_models:no_loss", "--cluster", "cpu"], "whose forward returns its loss, or"),
     ):
         assert main(arguments) == 1
         err = capsys.readouterr().err

@@ -463,6 +463,9 @@ def test_two_plans_are_compared() -> None:
     assert "transformer.h.0-1.mlp.c_fc.weight (2x)" in text
     assert str(first.diff(first)) == "the plans are equal"
     assert "for different graphs" in str(first.diff(planned("mlp")))
+    by_module = str(first.diff(planned("PP alone"))).partition("modules, the dimension")[2]
+    assert "transformer.h.0-1.mlp.c_fc (2x)" in by_module
+    assert "1..0" not in by_module
     with pytest.raises(InputError, match="pass the plan"):
         first.diff("plan.json")
 

@@ -21,6 +21,9 @@ _COMMANDS: Mapping[str, str] = {
     "plan.diff(other)": "autopar diff {plan} OTHER",
     "To price another choice: autopar": "To price another choice: in Python, autopar",
     "autopar.plan(...)": "autopar plan",
+    "Pass loss_fn=..., for example loss_fn=torch.nn.functional.cross_entropy with "
+    "example_inputs=(inputs, targets), or labels": "Return a model whose forward returns its loss, "
+    "or inputs with labels",
     "Cluster.preset('h100-sxm').to_json('cluster.json')": "autopar cluster h100-sxm > cluster.json",
 }
 _OPTIONS = (

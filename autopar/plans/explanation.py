@@ -359,11 +359,18 @@ def _splits_that_differ(names: tuple[str, str], plan: PlanFields, other: PlanFie
     if plan.graph.fingerprint == other.graph.fingerprint:
         title = "ops, the dimension that each mesh axis splits"
         return _changes(title, names, plan.ops, other.ops, absent="whole")
-    mine, theirs = (
-        {each.name: each.splits for each in reversed(p.modules) if each.name} for p in (plan, other)
-    )
+    mine, theirs = _first_splits(plan), _first_splits(other)
     title = "modules, the dimension that each mesh axis splits"
     return _changes(title, names, mine, theirs)
+
+
+def _first_splits(plan: PlanFields) -> dict[str, str]:
+    """The split of each module in the first block that has it."""
+    found: dict[str, str] = {}
+    for each in plan.modules:
+        if each.name:
+            found.setdefault(each.name, each.splits)
+    return found
 
 
 def _figures(plan: PlanFields) -> dict[str, str]:
