@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -659,6 +660,18 @@ def test_cells_that_wrap_are_whole_and_break_in_front_of_dots() -> None:
     firsts = [line[:13].strip() for line in text_lines(section, 30)]
     assert {".layers.0", ".input"} <= set(firsts)
     assert "a.0..b.1" in firsts
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_no_number_of_a_narrow_table_that_wraps_is_cut(width: int) -> None:
+    numbers = tuple(f"{n}23.4 ms" for n in range(1, 8))
+    columns = ("module", *(f"column {n}" for n in range(1, 8)))
+    section = Section(title="", columns=columns, rows=(("layers.0", *numbers),), wraps=True)
+    lines = text_lines(section, width)
+    assert max(map(len, lines)) <= width
+    digits = Counter(each for each in "".join(lines) if each.isdigit())
+    wanted = Counter(each for each in "".join((*columns, "0", *numbers)) if each.isdigit())
+    assert digits == wanted
 
 
 @pytest.mark.parametrize("width", [40, 80, 100])

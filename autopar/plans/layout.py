@@ -93,7 +93,8 @@ def _table(section: Section, width: int) -> list[str]:
     rows = [section.columns, *section.rows]
     sizes = [max(len(row[i]) for row in rows) for i in range(len(section.columns))]
     room = width - len(GAP) * len(sizes)
-    while sum(sizes) > room and max(sizes) > LEAST_CELL:
+    least = 1 if section.wraps else LEAST_CELL
+    while sum(sizes) > room and max(sizes) > least:
         widest = sizes.index(max(sizes))
         others = sorted(sizes)[-2] if len(sizes) > 1 else 0
         sizes[widest] -= max(1, min(sum(sizes) - room, sizes[widest] - others))
