@@ -295,6 +295,7 @@ def test_the_curve_over_k() -> None:
     assert (best.get_xdata()[0], best.get_ydata()[0]) == pytest.approx((gain.best_k, gain.best_s))
     assert conventional.get_ydata()[0] == pytest.approx(gain.conventional_s)
     assert f"k = {gain.best_k}" in figure.get_suptitle()
+    assert all(float(tick).is_integer() for tick in axes.get_xticks())
 
 
 @pytest.mark.parametrize("schedule", ["reverse_first_k", "conventional"])

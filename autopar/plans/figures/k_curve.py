@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from matplotlib.ticker import MaxNLocator
+
 from autopar.base.units import format_seconds
 from autopar.plans.bars import Unit
 from autopar.plans.figures.drawing import (
@@ -75,6 +77,7 @@ def plot_k_curve(curve: KCurve) -> FigureAndAxes:
     axes.plot(curve.ks, times, ".-", color=COLORS[0], linewidth=1.3)
     axes.plot([curve.best_k], [curve.best_s / scale], "o", color=COLORS[1])
     axes.axhline(curve.conventional_s / scale, color=INK, linewidth=1.2, linestyle="--")
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     name_axis(axes, "k, the number of layers whose weight gradients are computed last")
     axes.set_ylabel(unit, fontsize=9, color=INK)
     items = [("reverse-first-k", COLORS[0]), ("best k that fits", COLORS[1])]
