@@ -58,7 +58,7 @@ def test_keyword_model_with_scheduler_and_copy_back(tmp_path):
         losses = [compiled.train_step(**batch).item() for batch in batches]
         output = compiled(**batches[0])
         assert output.logits.shape == model(**batches[0]).logits.shape
-        assert "a step (median of the last steps), " in compiled.report()
+        assert f"a step (median of the last {NUM_STEPS} steps), " in compiled.report()
         copied = copy.deepcopy(model)
         compiled.copy_to(copied)
         compiled.plan.to_json(tmp_path / "plan.json")

@@ -142,6 +142,34 @@ def test_every_op_is_in_the_block_that_names_it() -> None:
         assert found - {""} == {block.name}
 
 
+class Sliced(nn.Module):
+    """Modules that are reached through slices of lists, and slices of slices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups = nn.ModuleList([nn.ModuleList(layers(2)) for _ in "abc"])
+        self.many = nn.ModuleList(layers(6))
+        self.pair = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for group in self.groups[:2]:
+            for layer in group[1:]:
+                x = layer(x)
+        for layer in [*self.many[1:][::2], *self.many[-2:]]:
+            x = layer(x)
+        return self.pair[1:](x)
+
+
+def test_modules_in_slices_have_the_models_own_names() -> None:
+    model = Sliced()
+    named = {name for name, _ in model.named_modules()}
+    found = {op.module_path for op in graph_of(model).ops}
+    assert found - {""} <= named
+    prefixes = {"groups.0.1", "groups.1.1", "many.1", "many.3", "many.5", "many.4", "pair.1"}
+    reached = {".".join(path.split(".")[: 3 if path.startswith("g") else 2]) for path in found}
+    assert reached - {""} == prefixes
+
+
 # --- cuts ---------------------------------------------------------------------------------------
 CUTS: list[tuple[nn.Module, list[str], list[str]]] = [
     (Attributes(*layers(4)), ["l3"], ["l1", "l3"]),

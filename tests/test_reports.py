@@ -551,7 +551,7 @@ def test_a_known_strategy_that_is_the_plan_is_no_alternative() -> None:
     [
         (DATA, 1.0, "; the best known strategy"),
         (DATA, 1.001, "; the best known strategy"),
-        (DATA, 1.1, "; 1.10x as fast as DDP"),
+        (DATA, 1.1, "; 1.10x as fast as plain DDP"),
         (TENSOR, 1.0, "; the same as TP"),
         (TENSOR, 1.001, "; 1.00x as fast as TP"),
     ],

@@ -58,6 +58,7 @@ class ProgramReader:
 
     def __init__(self, model: nn.Module, program: Any, *, differentiable: bool = True) -> None:
         self.program = program
+        self.model = model
         self.values: list[dict[str, Any]] = []
         self.ops: list[dict[str, Any]] = []
         self.of_node: dict[Any, Any] = {}
@@ -265,7 +266,7 @@ class ProgramReader:
                 "args": args,
                 "kwargs": kwargs,
                 "outputs": tuple(outputs),
-                "module_path": _module_path(node),
+                "module_path": unsliced(_module_path(node), self.model),
                 "location": location(node),
             }
         )
@@ -448,6 +449,27 @@ def _module_path(node: Any) -> str:
     for entry in stack.values():
         path = entry[0] if isinstance(entry, tuple) else str(entry)
     return re.sub(r"@\d+$", "", path).removeprefix("model").removeprefix(".")
+
+
+def unsliced(path: str, model: nn.Module) -> str:
+    """The path with the model's own names of modules that it reaches by slices of a list.
+
+    The trace calls the first module of ``self.layers[2:]`` ``layers.slice(2, None, None).0``, where
+    the model calls it ``layers.2``.
+    """
+    if "slice(" not in path:
+        return path
+    names, module, positions = list[str](), model, None
+    for name in path.split("."):
+        if bounds := re.fullmatch(r"slice\((.+), (.+), (.+)\)", name):
+            cut = slice(*[None if each == "None" else int(each) for each in bounds.groups()])
+            positions = (range(len(module)) if positions is None else positions)[cut]  # type: ignore[arg-type]
+            continue
+        if positions is not None:
+            name, positions = str(positions[int(name)]), None
+        names.append(name)
+        module = module.get_submodule(re.sub(r"@\d+$", "", name))  # of a second call
+    return ".".join(names)
 
 
 def location(node: Any) -> str:

@@ -198,7 +198,7 @@ def alternatives_section(plan: PlanFields, num_rows: int) -> Section:
     if has_memory:
         notes.append(_estimate(plan))
     if len(listed) > len(best):
-        slower = "slower ones" if known is None or listed[: len(best)] == best else "more"
+        slower = "slower" if known is None or listed[: len(best)] == best else "more"
         notes.append(f"{len(listed) - len(best)} {slower}: plan.report('full')")
     return Section(
         title="best alternatives",

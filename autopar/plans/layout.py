@@ -93,11 +93,12 @@ def _table(section: Section, width: int) -> list[str]:
     rows = [section.columns, *section.rows]
     sizes = [max(len(row[i]) for row in rows) for i in range(len(section.columns))]
     room = width - len(GAP) * len(sizes)
-    least = 1 if section.wraps else LEAST_CELL
-    while sum(sizes) > room and max(sizes) > least:
-        widest = sizes.index(max(sizes))
-        others = sorted(sizes)[-2] if len(sizes) > 1 else 0
-        sizes[widest] -= max(1, min(sum(sizes) - room, sizes[widest] - others))
+    least = [LEAST_CELL] * len(sizes)
+    if section.wraps:  # a column is no narrower than the words of its name, if there is room
+        least = [max(map(len, name.split()), default=1) for name in section.columns]
+        least = least if sum(least) <= room else [1] * len(sizes)
+    while sum(sizes) > room and (wide := [i for i, size in enumerate(sizes) if size > least[i]]):
+        sizes[max(wide, key=sizes.__getitem__)] -= 1
     right = [is_number(section, i) for i in range(len(sizes))]
     cut = broken if section.wraps else lambda cell, size: [shortened(cell, size)]
     return [

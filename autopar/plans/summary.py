@@ -70,6 +70,8 @@ def _headline(plan: PlanFields, name: str) -> str:
         beside = "the best known strategy"
     elif known.is_same:
         beside = f"the same as {other}"
+    elif name.startswith(f"{other} over "):
+        beside = f"{ratio} as fast as plain {other}"
     return f"{', '.join(parts)}; {beside}"
 
 

@@ -341,7 +341,7 @@ def _pipelines(plan: PlanFields) -> Rows:
         for name, time_s in found[:MAX_ROWS]
     ]
     if len(found) > MAX_ROWS:
-        rows.append(("slower ones", str(len(found) - MAX_ROWS)))
+        rows.append(("slower", str(len(found) - MAX_ROWS)))
     reasons: dict[str, list[str]] = {}
     for name, reason in plan.search.not_pipelines.items():
         reasons.setdefault(reason.split("; ")[0], []).append(name)

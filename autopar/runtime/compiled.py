@@ -432,8 +432,10 @@ class Compiled(ModuleHabits, Closing):
         lines += self._runner.not_compiled + self._runner.graph_notes()
         if self.step_time_s is not None:
             predicted_s = self.plan.prediction.step_time_s
+            num = len(self._step_times_s)
+            steps = f"median of the last {num} steps" if num > 1 else "the first, which warms up"
             lines.append(
-                f"measured: {format_seconds(self.step_time_s)} a step (median of the last steps), "
+                f"measured: {format_seconds(self.step_time_s)} a step ({steps}), "
                 f"{self.step_time_s / predicted_s:.2f}x the predicted"
             )
         return "\n".join(lines)
