@@ -1,4 +1,4 @@
-"""What each command does with its arguments: it plans, reads a plan, or measures steps.
+"""The functions behind the commands: they plan, read a plan, or measure steps.
 
 In: the parsed arguments of a command. Out: a report on standard output, or a file.
 """

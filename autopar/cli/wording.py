@@ -36,7 +36,7 @@ _ARGUMENT = re.compile(
 )
 """An argument with a value, without one, or without ``=``, where its underscores tell that."""
 _CALL = "constraints="
-"""What only Python has; arguments beside it stay as they are."""
+"""An argument that only Python has; those beside it stay as they are."""
 
 
 def in_commands(text: str, options: Container[str], plan: str = "PLAN") -> str:

@@ -220,7 +220,7 @@ def alternatives_section(plan: PlanFields, num_rows: int) -> Section:
 
 
 def _estimate(plan: PlanFields) -> str:
-    """What the estimates of memory are, beside the count of the plan's, where these differ."""
+    """A sentence that tells estimated memory from counted, "" where the two are equal."""
     counted = format_bytes(sum(plan.prediction.memory_bytes.values()))
     if format_bytes(plan.search.estimated_bytes) == counted:
         return ""

@@ -218,7 +218,7 @@ def _made(
 
 
 def _called(make: MakeOptimizer, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """What ``make`` returns for the parameters; raises OptimizerError unless it is an optimizer."""
+    """The optimizer that ``make`` returns; raises OptimizerError if it returns anything else."""
     try:
         optimizer = make(list(parameters.values()))
     except Exception as error:
