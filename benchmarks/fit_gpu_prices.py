@@ -119,7 +119,7 @@ _FAMILY = {
     "norm": "normalization", "softmax": "softmax",
 }  # fmt: skip
 
-PRODUCT_START = np.array([1.5, 1.5, 1.0, 3.7, -10.3, 1.0, 0.05, -2.0, 0.1, -2.0])
+PRODUCT_START = np.array([1.5, 1.5, 1.0, 3.7, -10.3, 1.0, 0.05, -2.0, 0.1, -2.0, 1.0])
 TRAFFIC_START = np.array([1.7, -10.3, 0.0])
 SMALL_WATTS = 100
 """Boards with less power than this slow down under lasting work."""
@@ -168,11 +168,13 @@ def curve_of(family: str, x: Params, *, slows: bool = False) -> ProductCurve | T
         return TrafficCurve(memory=_part(x[0]), fixed_s=float(np.exp(x[1])), overlap=overlap)
     # Few convolutions are so small that the fixed time shows; it must not absorb other effects.
     fixed_s = min(float(np.exp(x[4])), MAX_FIXED_S)
+    convolution = family == "convolution"
     return ProductCurve(
         compute=_part(x[0]), memory=_part(x[1]), cache=float(np.exp(x[2])),
         start_up=float(np.exp(x[3])), fixed_s=fixed_s,
-        winograd=_part(x[5]) if family == "convolution" else 0.0,
-        ragged=1.0 if family == "convolution" else min(1.0, float(np.exp(-x[6]))),
+        winograd=_part(x[5]) if convolution else 0.0,
+        transformed=_part(x[10]) if convolution else 0.0,
+        ragged=1.0 if convolution else min(1.0, float(np.exp(-x[6]))),
         wide=float(np.exp(x[7])) if family == "linear" else 0.0,
         narrow=min(1.0, float(np.exp(-x[8]))) if family == "batched" else 1.0,
         slowed=float(np.exp(x[9])) if slows else 0.0,
@@ -200,8 +202,9 @@ def predicted_s(rows: Sequence[Row], device: DeviceSpec, family: str, curve: Any
     if family == "convolution":
         side = (column("H") + 2 * column("pad") - column("k")) // column("stride") + 1
         sizes = (column("B") * side**2, column("O"), column("C") * column("k") ** 2, 1.0 + 0 * side)
-        padded = column("B") * (2 * np.ceil(side / 2)) ** 2
-        return curve.fixed_s + convolution_s(*sizes, winograd_m=padded, **common)
+        padded, large = (column("B") * (tile * np.ceil(side / tile)) ** 2 for tile in (2, 4))
+        common |= {"winograd_m": padded, "winograd_large_m": large}
+        return curve.fixed_s + convolution_s(*sizes, **common)
     sizes = (column("M"), column("N"), column("K"), column("B"))
     return curve.fixed_s + product_s(*sizes, compute=curve.compute, **common)
 
@@ -230,7 +233,7 @@ def fit(rows: Sequence[Row], family: str, known: dict[str, DeviceSpec]) -> Param
     if rows[0]["dtype"] == "float16":
         start[1 if traffic else 4] = -12.5
     measured = times(rows)
-    slows = slows_down(chip_name(rows[0]["device"]))
+    slows = slows_down(chip_name(rows[0]["device"]), family)
 
     free = free_parameters(family, slows=slows)
 
@@ -252,27 +255,30 @@ def fit(rows: Sequence[Row], family: str, known: dict[str, DeviceSpec]) -> Param
 
 def free_parameters(family: str, *, slows: bool) -> list[int]:
     """The parameters that a family's curve has."""
-    own = {"linear": [6, 7], "batched": [6, 8], "convolution": [5]}
+    own = {"linear": [6, 7], "batched": [6, 8], "convolution": [5, 10]}
     if family not in own:
         return [0, 1, 2]
     return [0, 1, 2, 3, 4, *own[family], *([9] if slows else [])]
 
 
-def slows_down(chip: str) -> bool:
-    """Whether the board's power is too little for its clock under lasting work."""
-    return CHIPS[chip].watts < SMALL_WATTS
+def slows_down(chip: str, family: str) -> bool:
+    """Whether the board's power is too little for its clock under lasting work.
+
+    The measured convolutions are too short to show it.
+    """
+    return family != "convolution" and CHIPS[chip].watts < SMALL_WATTS
 
 
 def chip_name(device: str) -> str:
     return next(name for name, facts in CHIPS.items() if device == name or device in facts.names)
 
 
-def energy_part(chip: str, fits: dict[str, Params]) -> float:
+def energy_part(chip: str, family: str, fits: dict[str, Params]) -> float:
     """The fraction of float32 peak that the board's power allows, by the other chips' energies."""
 
     def energy(name: str) -> float:  # picojoules per operation at the rate reached
         rate = CHIPS[name].tera * _part(fits[name][0])
-        return CHIPS[name].watts / rate * (1 + np.exp(fits[name][9]) * slows_down(name))
+        return CHIPS[name].watts / rate * (1 + np.exp(fits[name][9]) * slows_down(name, family))
 
     others = [name for name in fits if name != chip and name in CHIPS]
     processes = sorted({CHIPS[name].nanometres for name in others})
@@ -290,9 +296,9 @@ def expected(chip: str, family: str, precision: str, fits: dict[str, Params]) ->
     if family in ("linear", "batched", "convolution"):
         middle[6] = 0.0  # a property of each library's kernels, not of chips
     if precision == "float32" and family in ("linear", "batched", "convolution"):
-        part = energy_part(chip, fits)
-        slowed = [x[9] for name, x in fits.items() if name != chip and slows_down(name)]
-        if slows_down(chip) and slowed:
+        part = energy_part(chip, family, fits)
+        slowed = [x[9] for name, x in fits.items() if name != chip and slows_down(name, family)]
+        if slows_down(chip, family) and slowed:
             middle[9] = np.median(slowed)
             part = min(0.92, part * (1 + np.exp(middle[9])))
         middle[0] = np.log(part / (1 - part))
@@ -310,7 +316,7 @@ def unseen(rows: list[Row], family: str, known: dict[str, DeviceSpec]) -> Any:
     for fold in range(NUM_FOLDS):
         held = order[fold::NUM_FOLDS]
         others = [rows[i] for i in np.setdiff1d(order, held)]
-        slows = slows_down(chip_name(rows[0]["device"]))
+        slows = slows_down(chip_name(rows[0]["device"]), family)
         curve = curve_of(family, fit(others, family, known), slows=slows)
         kept = [rows[i] for i in held]
         off[held] = errors(kept, predictions(kept, family, curve, known))
@@ -349,7 +355,7 @@ def judge(rows: list[Row], family: str, precision: str, known: dict[str, DeviceS
             by_device[device] = off[[row["device"] == device for row in of]]
         others = {name: x for name, x in fits.items() if name != chip}
         parameters = expected(chip, family, precision, others)
-        curve = curve_of(family, parameters, slows=slows_down(chip))
+        curve = curve_of(family, parameters, slows=slows_down(chip, family))
         left_out[chip] = errors(of, predictions(of, family, curve, known))
     return Result(fits=fits, by_device=by_device, left_out=left_out)
 
@@ -365,7 +371,7 @@ def curves(chip: str, results: dict[tuple[str, str], Result], precision: str) ->
         fitted |= x is not None
         if x is None:
             x = expected(chip, family, precision, result.fits)
-        found[family] = _rounded(curve_of(family, x, slows=slows_down(chip)))
+        found[family] = _rounded(curve_of(family, x, slows=slows_down(chip, family)))
     for family in ("batched", "softmax"):  # not among the half-precision rows
         found.setdefault(family, found["linear" if family == "batched" else "normalization"])
     return Curves(source="fitted" if fitted else "predicted", **found)

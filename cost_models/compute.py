@@ -90,6 +90,11 @@ def peak_flops_per_s(todo: OpWork, device: DeviceSpec) -> float:
     return device.vector_flops_per_s
 
 
+def matrix_units(todo: OpWork, device: DeviceSpec) -> str:
+    """The field of `PeakFlops` that has the rate of a product."""
+    return device.matrix_units(todo.dtype, in_cudnn=todo.family in _CUDNN_FAMILIES)
+
+
 def _visited_part(call: OpCall) -> float:
     """The fraction of the scores that a causal kernel computes: those on and below the diagonal."""
     if not call.argument(ATTENTION_CAUSAL_AT[call.name], "is_causal", False):

@@ -235,9 +235,8 @@ def _product_s(
     common: Any = {"item_bytes": dtype.itemsize, "peak": peak, "device": device}
     if family == Family.CONVOLUTION and not on_tensor_cores and curves.convolution:
         curve = curves.convolution
-        each_s = float(
-            convolution_s(*sizes, shape.batch, winograd_m=shape.winograd_m, curve=curve, **common)
-        )
+        common |= {"winograd_m": shape.winograd_m, "winograd_large_m": shape.winograd_large_m}
+        each_s = float(convolution_s(*sizes, shape.batch, curve=curve, **common))
     else:
         part = _TENSOR_CONVOLUTION if family == Family.CONVOLUTION else 1.0
         curve = curves.batched if shape.batch > 1 else curves.linear

@@ -46,7 +46,8 @@ class ProductCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     the rate at which blocks read their operands, over the memory's. ``start_up`` is the inner
     dimension that a block's start and end cost. ``fixed_s`` is what any call takes.
 
-    ``winograd`` is the part of the peak that Winograd's products reach (0: there are none).
+    ``winograd`` is the part of the peak that Winograd's products reach in one kernel,
+    ``transformed`` in kernels of their own, between those that transform (0: there are none).
     Products with a side that is no multiple of 8 reach the part ``ragged`` of ``compute``, tiles of
     fewer than 128 rows the part ``narrow``. Those of far more than 16,384 columns take longer by
     the part ``wide``, those that last much longer than 10 ms by the part ``slowed``.
@@ -58,6 +59,7 @@ class ProductCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     start_up: float
     fixed_s: float
     winograd: float = 0.0
+    transformed: float = 0.0
     ragged: float = 1.0
     narrow: float = 1.0
     wide: float = 0.0
@@ -196,27 +198,28 @@ def _beside(*parts_s: Any) -> Any:
 
 def convolution_s(
     m: Any, n: Any, k: Any, batch: Any, *, item_bytes: int, peak: float, device: DeviceSpec,
-    curve: ProductCurve, winograd_m: Any,
+    curve: ProductCurve, winograd_m: Any, winograd_large_m: Any,
 ) -> Any:  # fmt: skip
     """Seconds of a convolution as a product, or by Winograd's where that is faster.
 
-    ``winograd_m`` counts the outputs in whole tiles of 2 x 2 (0: no 3 x 3 kernel of stride 1).
+    ``winograd_m`` counts the outputs in whole tiles of 2 x 2, ``winograd_large_m`` in whole tiles
+    of 4 x 4 (0: no 3 x 3 kernel of stride 1).
     """
     common: Any = {"item_bytes": item_bytes, "device": device, "curve": curve, "divided": False}
     direct_s = product_s(m, n, k, batch, peak=peak, compute=curve.compute, **common)
     if not (np.any(winograd_m) and curve.winograd):
         return direct_s
-    common |= {"peak": peak, "compute": curve.winograd}
+    common["peak"] = peak
     tiles, channels = np.asarray(winograd_m, dtype=float) / 4, np.asarray(k, dtype=float) / 9
     batch = np.asarray(batch, dtype=float)
     # Outputs of 2 x 2 come from a product over the channels for each of 4 x 4 places, all in one
     # kernel; those of 4 x 4 from products for 6 x 6 places in kernels of their own.
-    fused_s = product_s(tiles, n, channels, 16 * batch, **common)
-    large = np.ceil(tiles / 4)
+    fused_s = product_s(tiles, n, channels, 16 * batch, compute=curve.winograd, **common)
+    large = np.asarray(winograd_large_m, dtype=float) / 16
     numbers = batch * 36 * (large * (channels + n) + channels * n)
     moved_s = 2 * item_bytes * numbers / (device.memory_bandwidth_bytes_per_s * curve.memory)
-    parted_s = product_s(large, n, channels, 36 * batch, **common) + moved_s
-    return np.minimum(direct_s, np.minimum(fused_s, parted_s))
+    parted_s = product_s(large, n, channels, 36 * batch, compute=curve.transformed, **common)
+    return np.minimum(direct_s, np.minimum(fused_s, parted_s + moved_s))
 
 
 def traffic_s(size_bytes: Any, device: DeviceSpec, curve: TrafficCurve) -> Any:

@@ -120,12 +120,17 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
         ``in_cudnn``: for operations that cuDNN runs on a CUDA device.
         """
+        peak: float = getattr(self.peak_flops_per_s, self.matrix_units(dtype, in_cudnn=in_cudnn))
+        return peak
+
+    def matrix_units(self, dtype: object, *, in_cudnn: bool = False) -> str:
+        """The field of `PeakFlops` that has the rate of matrix products in a torch dtype."""
         peaks = self.peak_flops_per_s
         allowed = self.allow_tensor_float32_in_cudnn if in_cudnn else self.allow_tensor_float32
         if str(dtype) == "torch.float32" and allowed and peaks.tensor_float32:
-            return peaks.tensor_float32
-        peak: float = getattr(peaks, _DTYPE_FIELDS.get(str(dtype), "float32"))
-        return peak or peaks.float32
+            return "tensor_float32"
+        field = _DTYPE_FIELDS.get(str(dtype), "float32")
+        return field if getattr(peaks, field) else "float32"
 
     @property
     def vector_flops_per_s(self) -> float:

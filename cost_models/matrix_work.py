@@ -152,13 +152,18 @@ def _with_winograd(dense: OpWork, out: TensorSpec, channels_in: int) -> OpWork:
     """The gradient of the input is a convolution of the same kind; that of the weight is not."""
     shape = dense.forward.matrix
     assert shape is not None
-    rows, columns = (2 * math.ceil(side / 2) for side in out.shape[-2:])
-    tiled = prod(out.shape[:-3]) * rows * columns
+    small, large = (
+        prod(out.shape[:-3]) * prod(tile * math.ceil(side / tile) for side in out.shape[-2:])
+        for tile in (2, 4)
+    )
     input_grad = dense.input_grad
     if input_grad.matrix is not None:
-        back = MatrixShape(m=shape.m, n=channels_in, k=9 * shape.n, winograd_m=tiled)
+        back = MatrixShape(
+            m=shape.m, n=channels_in, k=9 * shape.n, winograd_m=small, winograd_large_m=large
+        )
         input_grad = replace(input_grad, matrix=back)
-    forward = replace(dense.forward, matrix=replace(shape, winograd_m=tiled))
+    tiled = replace(shape, winograd_m=small, winograd_large_m=large)
+    forward = replace(dense.forward, matrix=tiled)
     return replace(dense, forward=forward, input_grad=input_grad)
 
 

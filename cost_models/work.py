@@ -40,7 +40,8 @@ class MatrixShape:
     """``batch`` products of an m x k with a k x n matrix.
 
     ``winograd_m`` counts the outputs of a 3x3 convolution of stride 1 in whole tiles of 2 x 2, as
-    Winograd's products compute them (0: not such a convolution).
+    Winograd's products compute them (0: not such a convolution), ``winograd_large_m`` in whole
+    tiles of 4 x 4.
     """
 
     m: int
@@ -48,6 +49,7 @@ class MatrixShape:
     k: int
     batch: int = 1
     winograd_m: int = 0
+    winograd_large_m: int = 0
 
     @property
     def flops(self) -> int:

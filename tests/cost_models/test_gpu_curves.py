@@ -6,7 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cost_models import Cluster, OpCall, RooflineModel, TensorSpec, bytes_moved, flops
-from autopar.cost_models.gpu_curves import chip_of, curve_file, joined_s, product_s
+from autopar.cost_models.gpu_curves import (
+    ProductCurve,
+    chip_of,
+    convolution_s,
+    curve_file,
+    joined_s,
+    product_s,
+)
 from autopar.cost_models.presets import PRESET_NAMES
 
 CUDA_PRESETS = [name for name in PRESET_NAMES if name != "cpu"]
@@ -105,6 +112,35 @@ def test_only_boards_of_little_power_slow_down_under_lasting_work():
     assert long_s / short_s > 128
 
 
+def test_a_convolution_runs_by_the_fastest_algorithm_each_at_its_own_part_of_the_peak():
+    device = Cluster.preset("v100-pcie").device
+    peak, side, channels = 14e12, 64, 512
+    m = 32 * side**2
+    flops_needed = 2 * m * channels * 9 * channels
+
+    def seconds(winograd, transformed, tiled=m):
+        curve = ProductCurve(
+            compute=0.5, memory=1.0, cache=100.0, start_up=0.0, fixed_s=0.0, winograd=winograd,
+            transformed=transformed,
+        )  # fmt: skip
+        sizes = (m, channels, 9 * channels, 1)
+        return float(
+            convolution_s(
+                *sizes, item_bytes=4, peak=peak, device=device, curve=curve, winograd_m=tiled,
+                winograd_large_m=tiled,
+            )
+        )  # fmt: skip
+
+    direct_s = flops_needed / (0.5 * peak)
+    assert seconds(0.1, 0.05) == pytest.approx(direct_s, rel=0.02)
+    assert seconds(0.5, 0.05) == pytest.approx(direct_s / 2.25, rel=0.02)
+    # Products for 6 x 6 places give 4 x 4 outputs; read and written between kernels besides.
+    moved = 2 * 4 * 36 * (2 * channels * m / 16 + channels**2)
+    parted_s = direct_s / 4 + moved / device.memory_bandwidth_bytes_per_s
+    assert seconds(0.1, 0.5) == pytest.approx(parted_s, rel=0.02)
+    assert seconds(0.5, 0.5, tiled=0) == pytest.approx(direct_s, rel=0.02)
+
+
 @pytest.mark.parametrize("name", CUDA_PRESETS)
 def test_every_preset_has_the_curves_of_its_chip(name):
     device = Cluster.preset(name).device
@@ -136,6 +172,8 @@ def test_the_file_names_its_data_and_the_error_of_each_family():
         ("v100-pcie", _rows("gelu", 1720, 2972, torch.float32), 0.07043),
         ("t4", _rows("layer_norm", 14656, 2356, torch.float32), 1.808),
         ("p4", _batched(49, 689, 57, 473, torch.float32), 0.7483),
+        ("v100-pcie", _convolution(40, 141, 460, 23), 1.237),
+        ("t4", _convolution(29, 451, 354, 11), 1.47),
         # Of Vidur's (float16).
         ("a40", _batched(1, 512, 5120, 8192, torch.float16), 0.366),
         ("h100-sxm", _batched(1, 2048, 8192, 14336, torch.float16), 0.6215),
