@@ -54,6 +54,7 @@ from autopar.runtime.measure.op_times import op_times
 from autopar.runtime.options import check_early, check_offloaded, may_be_early
 from autopar.runtime.runners.given_devices import Devices, given_devices
 from autopar.runtime.runners.spmd import from_first_rank, is_spmd, rank_device, watched_compile
+from autopar.runtime.runners.start import is_own_process
 from autopar.runtime.state.model_options import ArrayOptions
 from autopar.runtime.state.optimizers import MakeOptimizer, optimizer_spec
 from autopar.runtime.step.loss_scale import check_scaled
@@ -117,8 +118,9 @@ def plan(
       time or communication is exposed. ``"conventional"`` and ``"reverse_first_k"`` (whose k is
       chosen by prices) are not pipelines: every device has all stages, and the reductions of their
       gradients overlap with the next step.
-    * ``cuts``: the first blocks or modules of the second and later stages; by default the stages
-      are cut so that the slowest is as fast as possible.
+    * ``cuts``: the first blocks or modules of the second and later stages, such as
+      ``"layers.4"``, or ``"layers.4.mlp"`` inside a layer; by default the stages are cut so that
+      the slowest is as fast as possible, inside layers too where that may save time.
     * ``recompute``: which activations are recomputed in the backward pass instead of kept, block by
       block, without and with a pipeline. By default what fits the memory in the least time is
       searched: nothing, if everything fits. ``"none"`` keeps all that is needed, ``"full"`` as
@@ -252,7 +254,8 @@ def compile(
 
     * ``devices``: a number of local devices, a device string, a list of devices, a `DeviceMesh`, or
       a `Cluster`. Under ``torchrun`` there is one process per device and all make the same call;
-      otherwise local worker processes are started. The model itself is not changed.
+      otherwise one CPU is this process's own, and for other devices local worker processes are
+      started. The model itself is not changed.
     * ``example_inputs``: if omitted, the first call compiles.
     * ``optimizer``: makes the optimizer from a list of parameters, such as
       ``functools.partial(torch.optim.AdamW, lr=3e-4)``; as in `plan`, also called once on a small
@@ -397,7 +400,7 @@ class _Compiler:
             collector_paused(),
             show_progress(self.progress) as say,
         ):
-            if not is_spmd():
+            if not (is_spmd() or is_own_process(self.devices)):
                 fork_server.begin()  # it imports torch while this process plans
             replayed = self._replayed()
             precision = self._precision(replayed)

@@ -88,7 +88,8 @@ def cell(network: str, prepared: Any, preset: str, count: int) -> Row:
     from autopar.cost_models import Cluster
     from autopar.planning.baselines import MARKOV_STEPS_PER_NODE, price_baselines
     from autopar.planning.planner import make_setting
-    from autopar.planning.sharding_search import cheapest, search_meshes
+    from autopar.planning.ranking import cheapest
+    from autopar.planning.sharding_search import search_meshes
     from autopar.pricing.step_time import time_parts
 
     inner = min(count, DEVICES_PER_NODE)

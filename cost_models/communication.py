@@ -35,6 +35,16 @@ _SEND_LAUNCH = 1 / 3
 _MESSAGE_SETUP_S = 8e-6
 
 
+def slowed_s(compute_s: float, communication_s: float, slowdown: float) -> float:
+    """Seconds of computation beside communication that starts with it.
+
+    It is slower by the cluster's ``overlap_slowdown`` while the collective runs.
+    """
+    if compute_s * slowdown <= communication_s:
+        return compute_s * slowdown
+    return compute_s + communication_s * (1 - 1 / slowdown)
+
+
 class Collective(StrEnum):
     """The kinds of communication that are priced."""
 
@@ -139,20 +149,6 @@ class CommunicationModel:
         """A tensor's share of a coalesced collective of ``num`` tensors of its size."""
         whole = self.estimate(kind, size_bytes * num, ranks)
         return Estimate(whole.time_s / num, whole.source, whole.is_noisy)
-
-    def overlapped_s(self, compute_s: float, communication_s: float) -> float:
-        """Seconds until both are done if they start together."""
-        return max(communication_s, self.slowed_s(compute_s, communication_s))
-
-    def slowed_s(self, compute_s: float, communication_s: float) -> float:
-        """Seconds of computation that overlaps with communication.
-
-        It is slower by the cluster's ``overlap_slowdown`` while the collective runs.
-        """
-        slowdown = self.cluster.overlap_slowdown
-        if compute_s * slowdown <= communication_s:
-            return compute_s * slowdown
-        return compute_s + communication_s * (1 - 1 / slowdown)
 
     def spans(self, ranks: Sequence[int]) -> tuple[Span, ...]:
         """The position of the group ``ranks`` on each level of links, innermost first."""

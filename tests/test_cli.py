@@ -13,6 +13,7 @@ import pytest
 
 from autopar import Cluster, Plan
 from autopar.base.errors import InputError
+from autopar.base.units import format_bytes, format_seconds
 from autopar.cli import main
 from autopar.cli.wording import in_commands
 from autopar.planning.setting import TIME_LIMIT_S
@@ -131,10 +132,15 @@ def test_plans_are_read_back(
     ):
         assert main(arguments) == 0
         assert capsys.readouterr() == (output + "\n" * bool(output), "")
+    (folder / "llama_on_two_nodes_of_two_devices.json").write_text(plan.to_json())
+    assert main(["show", "llama_on_two_nodes_of_two_devices.json"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) <= 40
     assert str(plan).splitlines()[0] in (folder / "r.html").read_text()
     slices = [e for e in json.loads((folder / "t.json").read_text())["traceEvents"] if "dur" in e]
     assert slices[0]["name"] == "0F0"
-    assert slices[0]["dur"] == pytest.approx(plan.prediction.forward_s * 1e6, rel=1e-3)
+    assert slices[0]["dur"] >= plan.prediction.forward_s * 1e6  # with the communication in it
+    end_us = max(each["ts"] + each["dur"] for each in slices)
+    assert end_us == pytest.approx(plan.prediction.step_time_s * 1e6, rel=1e-3)
 
 
 def test_factories_run_under_the_meta_device_where_they_allow_it(
@@ -185,6 +191,7 @@ def test_memory_of_strategies(capsys: pytest.CaptureFixture[str]) -> None:
     assert "optimizer state" in text
     assert re.search(r"estimated op by op.*\n.*\n +this plan +x=2 +[\d.]+ KiB +yes\n", text)
     assert "DDP" in text
+    assert "Estimated as if all were kept at once" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(
@@ -238,9 +245,15 @@ def test_errors_are_explained_without_a_traceback(
         (["plan", "a:b", "--cluster", "h100-sxm:8"], "size is '8'; write nodes x devices a node"),
         (["cluster", "h100-sxm:8"], "h100-sxm:8x8"),
         (["cluster", "cpu:0x4"], "size is '0x4'; write nodes x devices a node: cpu:8x8"),
-        (["plan", "models", "--cluster", "cpu"], "'models' is no factory; write MODULE:FACTORY"),
-        (["profile", "a:b", "--devices", "0"], "'0' are no devices; write --devices 2"),
-        (["profile", "a:b", "--devices", "2", "--num-steps", "-1"], "'-1' is no number of steps"),
+        (["plan", "models", "--cluster", "cpu"], "'models' is not a factory; write MODULE:FACTORY"),
+        (
+            ["profile", "a:b", "--devices", "0"],
+            "'0' is neither a number of devices nor a device; write",
+        ),
+        (
+            ["profile", "a:b", "--devices", "2", "--num-steps", "-1"],
+            "'-1' is not a number of steps",
+        ),
         (["completion", "tcsh"], "choose from 'bash', 'fish', 'zsh'"),
         (["plan", "a:b", "--cluster", "cpu", "-o", "no/p.json"], "'no/p.json' is in 'no', not a"),
         (["report", "p.json", "-o", "/"], "'/' is a folder; write the name of a file"),
@@ -386,7 +399,7 @@ def test_figures_are_written(
     assert capsys.readouterr() == ("", "")
     for arguments, message in (
         (["memry", "-o", "f.svg"], "did you mean 'memory'"),
-        (["memory", "-o", "f.txt"], "'f.txt' is no picture; write -o memory.svg"),
+        (["memory", "-o", "f.txt"], "'f.txt' is not a picture file; write -o memory.svg"),
     ):
         assert main(["figure", "llama.json", *arguments]) == 1
         assert message in capsys.readouterr().err
@@ -395,10 +408,17 @@ def test_figures_are_written(
 
 def test_steps_are_measured(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["profile", "cli_models:net", "--devices", "2", "--num-steps", "2"]
-    assert main([*command, "--trace", "steps.json"]) == 0
+    assert main([*command, "--trace", "steps.json", "-o", "numbers.json"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("2 measured steps: ")
     assert "predicted" in text
+    numbers = json.loads((folder / "numbers.json").read_text())
+    assert len(numbers["step_times_s"]) == 2
+    rows = {row["name"]: (format_bytes, row["measured_bytes"]) for row in numbers["memory"]}
+    rows |= {row["name"]: (format_seconds, row["measured_s"] or []) for row in numbers["phases"]}
+    assert {"exposed communication", "tensors", "process grows by", "forward"} <= set(rows)
+    for name, (as_text, values) in rows.items():
+        assert re.search(r"\s+".join([re.escape(name), ".*", *map(as_text, values)]), text)
     assert json.loads((folder / "steps.json").read_text())["traceEvents"]
 
 

@@ -144,10 +144,17 @@ def test_memory_over_time_peaks_where_the_report_says(case: str) -> None:
     )
 
 
-def test_the_time_of_the_memory_curve_is_that_of_the_computation() -> None:
-    plan = planned("recomputed")
+@pytest.mark.parametrize("case", ["recomputed", "PP alone"])
+def test_the_time_of_the_memory_curve_is_that_of_the_step(case: str) -> None:
+    """In a pipeline it is the computation of the rank that needs most."""
+    plan = planned(case)
     p, data = plan.prediction, figure_data(plan, "memory_over_time")
-    assert data.end_s == pytest.approx(p.forward_s + p.backward_s + p.update_s)
+    if not plan.is_pipeline:
+        assert data.end_s == pytest.approx(p.step_time_s)
+        assert data.of == ""
+    else:
+        assert 0 < data.end_s < p.step_time_s
+        assert data.of == "computation"
     assert list(data.starts_s) == sorted(data.starts_s)
     assert data.starts_s[0] == 0
 

@@ -36,7 +36,7 @@ def fit() -> Any:
     found.num_late, found.max_late = 0, MAX_LATE
     found.setting = SimpleNamespace(budget_bytes=10.0)
     found._lowered = lambda option: SimpleNamespace(option=option)
-    found._or_nearly_too_large = lambda fitted: fitted
+    found._or_nearly_too_large = found._or_sharper = lambda fitted: fitted
     found._refuse = lambda option, reason: None
     return found
 

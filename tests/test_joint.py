@@ -56,7 +56,7 @@ def test_each_price_is_that_of_the_plan_with_the_combination_fixed(plan: Plan) -
             options = {"num_microbatches": int(name.split()[2])}
         elif name != "no pipeline":
             form, stages, num = re.fullmatch(
-                r"(.+), (\d+) stages on 2, (\d+) micro-batches", name
+                r"(.+), (\d+) stages on 2, (\d+) micro-batches(?:, cut inside layers)?", name
             ).groups()  # type: ignore[union-attr]
             counts = {"num_stages": int(stages), "num_microbatches": int(num)}
             made = next(f for f in forms(2, *counts.values()) if str(f) == form)
@@ -64,7 +64,10 @@ def test_each_price_is_that_of_the_plan_with_the_combination_fixed(plan: Plan) -
                 continue
             options = {"schedule": made.build()}
         fixed = autopar.plan(model, CLUSTER, make_batch(0), **options)
-        assert fixed.prediction.step_time_s == pytest.approx(time_s), name
+        if fixed.graph.block_cuts and not name.endswith("cut inside layers"):
+            assert fixed.prediction.step_time_s < time_s, name  # which has whole layers alone
+        else:
+            assert fixed.prediction.step_time_s == pytest.approx(time_s), name
 
 
 def test_a_search_without_time_has_the_first_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -279,7 +279,7 @@ def test_mesh_must_multiply_to_the_devices(captured):
     ("constraint", "message"),
     [
         (Pin("nowhere.*", choice="m0"), "matches no op"),
-        (Pin("addmm", choice="zzz"), "no choice is left for op 'addmm'"),
+        (Pin("addmm", choice="zzz"), r"is left for op 'addmm'.*; it can have choice='-', 'm',"),
         (Force("zero3", axis="q"), r"no axis 'q'; write axis='x', .* mesh=\{'q': None\}"),
         (Pin("addm_2", choice="n"), r"matches no op; .*graph\.ops\]; did you mean 'addmm_2'\?"),
         (

@@ -520,8 +520,41 @@ def test_an_estimate_of_memory_is_told_from_the_count(case: str) -> None:
         document["search"]["estimated_bytes"] = round(share * counted_bytes)
         text = " ".join(str(Plan.from_json(json.dumps(document))).split())
         assert (f"counted, this plan takes {format_bytes(counted_bytes)}" in text) == is_other
-        assert ("est. memory: by the search, without workspace" in text) == is_other
+        how = "est. memory: as if all were kept at once, little workspace"
+        assert (how in text) == is_other
         assert ("as if stages were equal" in text) == (is_other and case == "PP")
+
+
+def test_an_estimate_above_the_count_is_explained() -> None:
+    """It adds up what is never held at once: the maxima of all categories over a step."""
+    plan = planned("DDP")
+    counted_bytes = sum(plan.prediction.memory_bytes.values())
+    assert plan.search.estimated_bytes > counted_bytes
+    curve = plan.memory_curve
+    assert curve is not None
+    most = (max(sizes) for sizes in zip(*(point.size_bytes for point in curve.read())))
+    kept = {name: size for name, size in zip(curve.categories, most) if name != "workspace"}
+    assert sum(kept.values()) > counted_bytes
+    assert plan.search.estimated_bytes == pytest.approx(sum(kept.values()), rel=0.1)
+    assert "est. memory: as if all were kept at once" in str(plan)
+
+
+@pytest.mark.parametrize("num", [0, 1, 2, 5])
+def test_meshes_that_tie_with_the_plan_are_counted_and_named(num: int) -> None:
+    document = json.loads(planned("free").to_json())
+    plan = Plan.from_json(json.dumps(document))
+    own, step_s = str(plan.device_mesh), plan.prediction.step_time_s
+    tied = {f"t{n}=2 x u=2": step_s for n in range(num)}
+    document["search"]["considered"] = {own: step_s, **tied, "slow=4": 1.001 * step_s}
+    text = str(Plan.from_json(json.dumps(document)))
+    assert len(text.splitlines()) <= LINES
+    flat = " ".join(text.split())
+    assert ("with " + own in flat) == (num > 0)
+    if num:
+        start = f"{num} other meshes tie" if num > 1 else "1 other mesh ties"
+        names = ", ".join([*tied][:3]) + ", 2 more" * (num == 5)
+        assert f"{start} with {own}: {names}" in flat
+    assert "slow=4" in flat
 
 
 def test_a_known_strategy_that_is_the_plan_is_no_alternative() -> None:
@@ -540,6 +573,7 @@ def test_a_known_strategy_that_is_the_plan_is_no_alternative() -> None:
     search["baselines"][TENSOR] = dict(same, time_s=1.002 * step_s)
     tied = " ".join(str(Plan.from_json(json.dumps(document))).split())
     assert "ties: TP within 0.5% of the plan" in tied
+    assert "; each is as good a choice." in tied
     assert "of each other" not in tied
     search["baselines"] |= {TENSOR: slower, ZERO3: dict(slower, memory_bytes=1)}
     tied = " ".join(str(Plan.from_json(json.dumps(document))).split())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -63,3 +65,55 @@ def test_a_plan_says_how_much_of_the_peak_it_uses() -> None:
     assert prediction.model_flops_utilisation == pytest.approx(
         prediction.model_flops / (prediction.step_time_s * peak)
     )
+
+
+def peak_said(plan: autopar.Plan) -> tuple[float, str]:
+    """The peak and the precision that a report says beside its MFU, alike on screen and in full."""
+    pattern = r"([\d.]+)% MFU of ([\d.,]+) TFLOP/s (?:on average )?\(([^)]*)\)"
+    (screen,) = re.findall(pattern, " ".join(str(plan).split()))
+    (full,) = re.findall(pattern, " ".join(plan.report("full").split()))
+    assert screen[1:] == full[1:]
+    p = plan.prediction
+    most = float(full[1].replace(",", "")) * 1e12 * p.step_time_s * plan.cluster.num_devices
+    assert 100 * p.model_flops / most == pytest.approx(float(full[0]), abs=0.06)
+    return float(screen[1].replace(",", "")), screen[2]
+
+
+class Convolution(nn.Module):
+    """A convolution, in TF32 by PyTorch's default, and a linear layer, which is not."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(64, 64, 3, padding=1)
+        self.head = nn.Linear(64 * 32 * 32, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.convolution(x).flatten(1)).square().mean()
+
+
+def planned(
+    model: nn.Module, x: torch.Tensor, cluster: Cluster = CLUSTER, **options: str
+) -> autopar.Plan:
+    return autopar.plan(model, cluster, (x,), loss_fn=lambda y: y.mean(), **options)  # type: ignore[arg-type]
+
+
+def test_the_peak_of_an_mfu_is_that_of_the_precision_that_is_computed_in() -> None:
+    """An A100's data sheet: 19.5 TFLOP/s in float32, 156 in TF32, 312 in bfloat16."""
+    linear, x = nn.Linear(4096, 4096, bias=False), torch.zeros(4096, 4096)
+    assert peak_said(planned(linear, x)) == (19.5, "float32")
+    assert peak_said(planned(linear, x, precision="bf16")) == (312, "bfloat16")
+    images = torch.zeros(8, 64, 32, 32)
+    assert peak_said(autopar.plan(Convolution(1), CLUSTER, (images,)))[1] == "nearly all TF32"
+    peak, precisions = peak_said(autopar.plan(Convolution(96), CLUSTER, (images,)))
+    convolution, head = 2 * 64 * 9 * 64 * 32 * 32, 3 * 64 * 32 * 32 * 96  # no gradient of images
+    share = convolution / (convolution + head)
+    assert precisions == f"{share:.0%} TF32, {1 - share:.0%} float32"
+    assert peak == pytest.approx(1 / (share / 156 + (1 - share) / 19.5), rel=1e-3)
+
+
+def test_the_peak_of_unequal_islands_is_their_mean() -> None:
+    islands = [Cluster.preset(name, devices_per_node=1) for name in ("a100-80", "v100")]
+    joined = Cluster.joined(islands, bandwidth_bytes_per_s=1e10, latency_s=1e-5)
+    plan = planned(nn.Linear(1024, 1024, bias=False), torch.zeros(1024, 1024), joined)
+    assert "TFLOP/s on average (float32)" in str(plan)
+    assert peak_said(plan)[0] == pytest.approx((19.5 + 15.7) / 2)

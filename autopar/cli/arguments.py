@@ -32,7 +32,9 @@ def factory_name(text: str) -> str:
     """The text, if it has the form ``MODULE:FACTORY``; raises InputError."""
     name, _, attribute = text.partition(":")
     if not (name and attribute):
-        raise InputError(f"{shown(text)} is no factory; write MODULE:FACTORY, such as models:llama")
+        raise InputError(
+            f"{shown(text)} is not a factory; write MODULE:FACTORY, such as models:llama"
+        )
     return text
 
 
@@ -99,7 +101,9 @@ def recompute_of(text: str | None) -> str | int | float | None:
 def count_of(text: str) -> int:
     """A whole number, at least 1; raises InputError."""
     if not (text.isdecimal() and int(text)):
-        raise InputError(f"{shown(text)} is no number of steps; write a whole one, at least 1")
+        raise InputError(
+            f"{shown(text)} is not a number of steps; write a whole number, at least 1"
+        )
     return int(text)
 
 
@@ -112,4 +116,5 @@ def devices_of(text: str) -> int | str:
     try:
         return str(torch.device(text))
     except RuntimeError as error:
-        raise InputError(f"{shown(text)} are no devices; write --devices 2 or cuda:0") from error
+        why = "is neither a number of devices nor a device"
+        raise InputError(f"{shown(text)} {why}; write --devices 2 or cuda:0") from error

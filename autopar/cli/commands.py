@@ -23,7 +23,7 @@ from autopar.cli.arguments import cluster_of, recompute_of
 from autopar.cli.wording import page_in_commands
 from autopar.cost_models import Cluster
 from autopar.cost_models.presets import PRESET_NAMES
-from autopar.plans.alternatives import alternatives
+from autopar.plans.alternatives import ESTIMATE, alternatives
 from autopar.plans.document import Plan
 from autopar.plans.explanation import difference
 from autopar.plans.layout import WIDTH, Section
@@ -56,6 +56,10 @@ def estimate_memory(chosen: argparse.Namespace) -> None:
         rows=tuple(
             (name, mesh, format_bytes(size), "yes" if size <= usable else "no")
             for name, mesh, size in estimated
+        ),
+        notes=(
+            f"Estimated {ESTIMATE} but the loss's; the count is of the fullest moment, with all "
+            "workspace.",
         ),
     )
     memory = Section(title="memory of a device under the plan, counted", rows=memory_rows(found))
@@ -92,7 +96,9 @@ def figure(chosen: argparse.Namespace) -> None:
     drawn, _ = _read(chosen.plan).figure(chosen.figure)
     suffix = Path(chosen.output).suffix.removeprefix(".")
     if suffix not in drawn.canvas.get_supported_filetypes():
-        raise InputError(f"{shown(chosen.output)} is no picture; write -o {chosen.figure}.svg")
+        raise InputError(
+            f"{shown(chosen.output)} is not a picture file; write -o {chosen.figure}.svg"
+        )
     drawn.savefig(chosen.output, dpi=150)
 
 
@@ -115,6 +121,8 @@ def profile(chosen: argparse.Namespace) -> None:
         found = compiled.profile(*positional, num_steps=chosen.num_steps, **named)
     if chosen.trace:
         found.save_trace(chosen.trace)
+    if chosen.output:
+        found.to_json(chosen.output)
     print(found.report(_width()))
 
 

@@ -194,6 +194,10 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
         "--num-steps", type=argument(count_of), default=10, metavar="N", help="steps to measure"
     )
     parser.add_argument(
+        "-o", "--output", metavar="FILE", type=argument(output_file),
+        help="write all numbers as JSON",
+    )  # fmt: skip
+    parser.add_argument(
         "--trace", metavar="FILE", type=argument(output_file),
         help="write a trace for ui.perfetto.dev",
     )  # fmt: skip

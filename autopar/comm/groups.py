@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,12 +32,15 @@ from autopar.comm.ops import (
     digit_slice,
     disassemble,
 )
-from autopar.comm.transports.base import Collectives, Messages, Reduction
+from autopar.comm.timed import TimedCollectives, Waits
+from autopar.comm.transports.alone import AloneCollectives
+from autopar.comm.transports.base import CollectiveTransport, Messages, Reduction
 from autopar.comm.transports.ports import sealed
 from autopar.comm.transports.registry import open_collectives, open_messages
 from autopar.ir.mesh import MICROBATCH, Mesh
 
 LocalFunction = Callable[[Tensor], Tensor]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +50,7 @@ class Group:
     size: int
     index: int
     label: str
-    collectives: Collectives
+    collectives: TimedCollectives
 
 
 class TimedGroup:
@@ -83,6 +86,11 @@ class Communicator:
     ``rank`` are those within this pipeline rank, which is ``pipeline_device`` of ``num_devices``.
     With ``reduces_late``, gradients have groups of their own: a group executes its collectives in
     order, and those of the next step must not queue behind the last reductions of this one.
+    ``waits`` notes the waits in all of its collectives. ``world_rank`` is this rank's number among
+    all ``num_ranks`` of the job.
+
+    The only rank of a mesh is alone in a process without a process group (``is_alone``): there is
+    nothing to communicate, and `device_mesh` is None.
     """
 
     def __init__(
@@ -96,24 +104,30 @@ class Communicator:
         reduces_late: bool = False,
     ) -> None:
         world = mesh.repeated(num_devices)
-        if dist.get_world_size() != world.num_devices:
+        self.is_alone = world.num_devices == 1 and not dist.is_initialized()
+        self.num_ranks = 1 if self.is_alone else dist.get_world_size()
+        self.world_rank = 0 if self.is_alone else dist.get_rank()
+        if self.num_ranks != world.num_devices:
             raise DeviceError(
                 f"the mesh {world} has {world.num_devices} ranks but the process group has "
-                f"{dist.get_world_size()}; start as many processes as the plan has devices: "
+                f"{self.num_ranks}; start as many processes as the plan has devices: "
                 f"torchrun --nproc-per-node={world.num_devices} train.py"
             )
         self.mesh = mesh
         self.device = device
         self.world = world
         self.num_devices = num_devices
-        self.pipeline_device, self.rank = divmod(dist.get_rank(), mesh.num_devices)
-        made = device_mesh(world, device.type)
-        self.device_mesh = made if num_devices == 1 else made[mesh.axis_names]
+        self.pipeline_device, self.rank = divmod(self.world_rank, mesh.num_devices)
+        self.device_mesh: DeviceMesh | None = None
+        if not self.is_alone:
+            made = device_mesh(world, device.type)
+            self.device_mesh = made if num_devices == 1 else made[mesh.axis_names]
         self.num_microbatches = 1
         self.microbatch = 0
         self.reduces_late = reduces_late
+        self.waits = Waits()
         self._groups: dict[str, AnyGroup] = {}
-        self._over_devices: dict[tuple[int, ...], Collectives] = {}
+        self._over_devices: dict[tuple[int, ...], TimedCollectives] = {}
         self.messages: Messages | None = None
         for label in sorted(set(labels)):
             self.group(label)
@@ -121,7 +135,7 @@ class Communicator:
             every = tuple(range(num_devices))
             for devices in sorted({every, *device_sets}):
                 group = self._device_group(devices)
-                self._over_devices[devices] = _collectives(group, device.type, must_overlap=True)
+                self._over_devices[devices] = self._timed(group, must_overlap=True)
             self.messages = _messages(self._device_group(every), device.type)
 
     def group(self, label: str) -> AnyGroup:
@@ -130,40 +144,55 @@ class Communicator:
             self._groups[label] = TimedGroup(self, label)
         if label not in self._groups:
             axes = self.world.axes_of(label)
-            if len(axes) == 1:
-                process_group = device_mesh(self.world, self.device.type).get_group(axes[0])
-            else:
-                process_group = _joint_group(self.world.groups(axes), dist.get_rank())
             self._groups[label] = Group(
                 size=self.world.size(axes),
-                index=self.world.index(dist.get_rank(), axes),
+                index=self.world.index(self.world_rank, axes),
                 label=label,
-                collectives=_collectives(process_group, self.device.type),
+                collectives=self._opened(axes),
             )
         return self._groups[label]
 
-    def collectives(self, label: str) -> Collectives:
+    def _opened(self, axes: tuple[int, ...]) -> TimedCollectives:
+        if self.is_alone:
+            return TimedCollectives(AloneCollectives(), self.waits)
+        if len(axes) == 1:
+            return self._timed(device_mesh(self.world, self.device.type).get_group(axes[0]))
+        return self._timed(_joint_group(self.world.groups(axes), self.world_rank))
+
+    def from_all_ranks(self, own: T) -> list[T]:
+        """The objects of all ranks of the job, by rank. Collective."""
+        if self.is_alone:
+            return [own]
+        found: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(found, own)
+        return found
+
+    def _timed(self, process_group: Any, *, must_overlap: bool = False) -> TimedCollectives:
+        opened = _collectives(process_group, self.device.type, must_overlap=must_overlap)
+        return TimedCollectives(opened, self.waits)
+
+    def collectives(self, label: str) -> TimedCollectives:
         """The collectives over the axes of a label; collective where they are new."""
         group = self.group(label)
         assert isinstance(group, Group), "nothing is communicated along the micro-batch axis"
         return group.collectives
 
-    def gradient_collectives(self, label: str) -> Collectives:
+    def gradient_collectives(self, label: str) -> TimedCollectives:
         """The collectives for reductions of gradients; collective where they are new."""
         usual = self.collectives(label)
-        if not self.reduces_late or not usual.traits.overlaps:
+        if not self.reduces_late or not usual.transport.traits.overlaps:
             return usual
         groups = self.world.groups(self.world.axes_of(label))
-        process_group = _new_group(groups, dist.get_rank(), "gradients")
-        return _collectives(process_group, self.device.type, must_overlap=True)
+        process_group = _new_group(groups, self.world_rank, "gradients")
+        return self._timed(process_group, must_overlap=True)
 
     def _device_group(self, devices: tuple[int, ...]) -> Any:
         """The process group of this mesh position on some devices of the pipeline."""
         size = self.mesh.num_devices
         groups = tuple(tuple(d * size + rank for d in devices) for rank in range(size))
-        return _joint_group(groups, dist.get_rank())
+        return _joint_group(groups, self.world_rank)
 
-    def over_devices(self, devices: tuple[int, ...]) -> Collectives:
+    def over_devices(self, devices: tuple[int, ...]) -> TimedCollectives:
         """The collectives between the ranks of this mesh position on some pipeline devices."""
         return self._over_devices[devices]
 
@@ -191,7 +220,7 @@ class _Known:
         self.world: Any = None
         self.meshes: dict[tuple[str, Mesh], DeviceMesh] = {}
         self.groups: dict[tuple[str, tuple[tuple[int, ...], ...]], Any] = {}
-        self.collectives: dict[tuple[Any, str, bool], Collectives] = {}
+        self.collectives: dict[tuple[Any, str, bool], CollectiveTransport] = {}
         self.messages: dict[tuple[Any, str], Messages] = {}
 
     def of_this_world(self) -> _Known:
@@ -238,7 +267,7 @@ def _new_group(groups: tuple[tuple[int, ...], ...], rank: int, purpose: str) -> 
 
 def _collectives(
     process_group: Any, device_type: str, *, must_overlap: bool = False
-) -> Collectives:
+) -> CollectiveTransport:
     known, key = _KNOWN.of_this_world().collectives, (process_group, device_type, must_overlap)
     if key not in known:
         known[key] = open_collectives(process_group, device_type, must_overlap=must_overlap)

@@ -24,6 +24,7 @@ from autopar.base.torch_private import (
     pytree,
     returns_views,
 )
+from autopar.frontend.names import canonical_names, shared_names
 from autopar.frontend.rewrites.alike_rows import AlikeRows, inputs_of, strides_of
 from autopar.ir.blocks import cut_into_blocks
 from autopar.ir.graph import Graph, Op, Ref, Value, ValueKind, map_refs
@@ -62,7 +63,7 @@ class ProgramReader:
         self.values: list[dict[str, Any]] = []
         self.ops: list[dict[str, Any]] = []
         self.of_node: dict[Any, Any] = {}
-        self.canonical, self.aliases = _canonical_names(model)
+        self.canonical, self.aliases = canonical_names(model)
         self.trainable = {
             n
             for n, p in model.named_parameters(remove_duplicate=False)
@@ -335,6 +336,7 @@ class ProgramReader:
             outputs=tuple(new_index[i] for i in outputs),
             mutations=tuple((new_index[b], new_index[n]) for b, n in mutations),
             aliases=self.aliases,
+            shared=shared_names(self.model),
             constants=tuple(
                 (v.name, self.constants[v.name]) for v in values if v.kind is ValueKind.CONSTANT
             ),
@@ -427,20 +429,6 @@ def _lists(node: Any) -> Any:
 
 def _is_leaf(node: Any) -> bool:
     return not isinstance(node, tuple)
-
-
-def _canonical_names(model: nn.Module) -> tuple[dict[str, str], tuple[tuple[str, str], ...]]:
-    """The first name of every tensor by each of its names, and the other names of tied ones."""
-    first: dict[int, str] = {}
-    canonical: dict[str, str] = {}
-    named: Sequence[tuple[str, Tensor]] = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    for name, tensor in named:
-        canonical[name] = first.setdefault(id(tensor), name)
-    aliases = tuple((name, kept) for name, kept in canonical.items() if name != kept)
-    return canonical, aliases
 
 
 def _module_path(node: Any) -> str:

@@ -357,18 +357,18 @@ class Array(Closing):
         """A figure of the array and its axes, of matplotlib.
 
         ``name`` is "fusion", of the fused ops by model, whose numbers are
-        ``autopar.fusion.figure.fusion_data(array.fused)``, or that of a figure of the plan of all
-        active models. Raises InputError for another, and where the plan has nothing of it.
+        ``autopar.fusion.figure.fusion_data(array.fused)``, or that of a figure of all active
+        models, as `autopar.runtime.compiled.Compiled.figure` has. Raises InputError for another,
+        and where there is nothing of it.
         """
         from autopar.fusion.figure import fusion_data, plot_fusion  # imports matplotlib
-        from autopar.plans.figures.catalog import FIGURES, figures_of, no_figure
 
         if name == "fusion":
             return plot_fusion(fusion_data(self.fused))
-        if name not in FIGURES:
-            raise no_figure(name, ("fusion", *figures_of(self.plan)), FIGURES)
-        found: tuple[Any, Any] = self.plan.figure(name)
-        return found
+        return self._compiled.measured().figure(name, others=("fusion",))
+
+    def _repr_html_(self) -> str | None:
+        return self._compiled._repr_html_()
 
     def close(self) -> None:
         """Stop the workers, or leave the process group if it was joined here."""

@@ -183,8 +183,9 @@ class Graph:
 
     ``loss`` is None for a model captured without one. ``outputs`` are the tensors of the model's
     output (for the forward program); ``mutations`` pairs a buffer with its next value. ``aliases``
-    maps the other names of a tied parameter to the one that is kept. ``constants`` holds the data
-    of CONSTANT values by name.
+    maps the other names of a tied parameter to the one that is kept; ``shared`` has the names of
+    each module and parameter with several (see `autopar.frontend.names`). ``constants`` holds the
+    data of CONSTANT values by name.
     """
 
     values: tuple[Value, ...]
@@ -195,6 +196,7 @@ class Graph:
     outputs: tuple[int, ...]
     mutations: tuple[tuple[int, int], ...]
     aliases: tuple[tuple[str, str], ...] = ()
+    shared: tuple[tuple[str, ...], ...] = ()
     constants: tuple[tuple[str, torch.Tensor], ...] = ()
 
     def of_kind(self, kind: ValueKind) -> tuple[Value, ...]:

@@ -57,6 +57,17 @@ def stages_from_cuts(graph: Graph, cuts: Sequence[str]) -> Stages:
     return stages
 
 
+def cuts_within_blocks(graph: Graph, cuts: Sequence[str]) -> tuple[str, ...]:
+    """The ``cuts`` that are modules which begin in the middle of a block."""
+    blocks = staged_blocks(graph)
+    return tuple(
+        cut
+        for cut in dict.fromkeys(cuts)
+        if _first_op(graph, cut) is not None
+        if not any(block.name == cut or _is_of(graph, block, cut) for block in blocks)
+    )
+
+
 def _is_of(graph: Graph, block: Block, module: str) -> bool:
     """Whether the block begins where ``module`` does, or lies inside it.
 

@@ -1,7 +1,7 @@
 """From a captured model to what strategies are made for: the passes, then the analysis.
 
-In: a capture. Out: for any number of micro-batches the rewritten capture, its analysis, and how it
-is cut. Each is worked out once.
+In: a capture. Out: for any number of micro-batches, and any places inside its blocks at which these
+are divided, the rewritten capture, its analysis, and how it is cut. Each is worked out once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from autopar.base.errors import InputError
 from autopar.frontend.capture import Captured
+from autopar.ir.block_cuts import narrow_cuts, with_block_cuts
 from autopar.passes.batch_norm import BatchNorm, with_batch_norm
 from autopar.passes.expert_layers import with_expert_layers
 from autopar.passes.precision import with_stored_precision
@@ -33,12 +34,17 @@ class Prepared:
 
     def __init__(self, captured: Captured) -> None:
         self.captured = captured
-        self._cuts: dict[int, Cut] = {}
+        self._cuts: dict[tuple[int, tuple[str, ...]], Cut] = {}
 
     @cached_property
     def analysis(self) -> Analysis:
         """The analysis of the whole batch."""
         return Analysis(self.captured.graph)
+
+    @cached_property
+    def narrow_cuts(self) -> tuple[str, ...]:
+        """Where the blocks can be divided with no more crossing than at their ends."""
+        return narrow_cuts(self.captured.graph)
 
     @cached_property
     def _with_totals(self) -> tuple[Captured, Analysis]:
@@ -47,20 +53,28 @@ class Prepared:
             return self.captured, self.analysis
         return replace(self.captured, graph=graph), Analysis(graph)
 
-    def cut(self, num_microbatches: int) -> Cut:
-        """The model in so many micro-batches; raises InputError or PlanError."""
+    def cut(self, num_microbatches: int, block_cuts: tuple[str, ...] = ()) -> Cut:
+        """The model in so many micro-batches, its blocks divided in front of the modules that
+        ``block_cuts`` names (`autopar.ir.block_cuts`); raises InputError or PlanError."""
         num = num_microbatches
         if isinstance(num, bool) or not isinstance(num, int):
             raise InputError(f"num_microbatches must be an int, got {num!r}")
         if num < 1:
             raise InputError(f"num_microbatches is {num}; it must be at least 1")
-        if num not in self._cuts:
-            if num == 1:
-                self._cuts[num] = Cut(self.captured, self.analysis, None)
-            else:
-                captured, analysis = self._with_totals
-                self._cuts[num] = Cut(captured, analysis, Microbatches(analysis, num))
-        return self._cuts[num]
+        key = num, block_cuts
+        if key not in self._cuts:
+            captured, analysis = self._divided(num > 1, block_cuts)
+            microbatches = Microbatches(analysis, num) if num > 1 else None
+            self._cuts[key] = Cut(captured, analysis, microbatches)
+        return self._cuts[key]
+
+    def _divided(self, has_totals: bool, block_cuts: tuple[str, ...]) -> tuple[Captured, Analysis]:
+        """The capture, with explicit totals if there are micro-batches, and its blocks divided."""
+        captured, analysis = self._with_totals if has_totals else (self.captured, self.analysis)
+        if not block_cuts:
+            return captured, analysis
+        graph = with_block_cuts(captured.graph, block_cuts)
+        return replace(captured, graph=graph), Analysis(graph)
 
 
 def prepare(

@@ -41,17 +41,25 @@ KEPT_SHARE = 1 / 12
 MAX_STAGE_RUNS = 4096
 """Limit on micro-batches times pipeline ranks: more are slow to simulate and save few bubbles."""
 
+WITHIN_LAYERS = "cut inside layers"
+"""Said of pipelines whose blocks are divided, so that a stage can begin inside a layer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """A number of pipeline ranks, the mesh of each, and a number of micro-batches."""
+    """A number of pipeline ranks, the mesh of each, and a number of micro-batches.
+
+    ``block_cuts``: the modules inside blocks in front of which a stage can begin too.
+    """
 
     num_devices: int
     num_microbatches: int
     mesh: Mesh
+    block_cuts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         parts = [] if self.num_microbatches == 1 else [f"{self.num_microbatches} micro-batches"]
+        parts += [WITHIN_LAYERS] if self.block_cuts else []
         return ", ".join([_described(self.num_devices), *parts])
 
 

@@ -17,11 +17,22 @@ from autopar.base.errors import ConstraintError, PlanError
 from autopar.base.spelling import did_you_mean
 from autopar.ir.choice import Choice, parse_choice
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Placements, R, check_placements, parse_placement
+from autopar.ir.placement import (
+    Placements,
+    R,
+    check_placements,
+    format_placements,
+    parse_placement,
+)
+from autopar.ir.shared_names import SharedNames
 from autopar.planning.known import Mask, Masks, Parallelism, forbid_masks, force_masks
 from autopar.planning.meshes import AXIS_NAMES
-from autopar.pricing.problem import NodeKind, PricedGraph
+from autopar.pricing.nodes import NodeKind
+from autopar.pricing.problem import PricedGraph
 from autopar.pricing.tables import Array, OpTable, ValueTable
+
+MOST_NAMED = 12
+"""Choices of a node that an error names."""
 
 FORBIDDABLE = (Parallelism.DATA_PARALLEL, Parallelism.ZERO3, Parallelism.TENSOR_PARALLEL)
 
@@ -59,7 +70,8 @@ class Pin:
     """Fix the choice of ops, or the stored placement of parameters and inputs, by name.
 
     ``pattern`` is a shell pattern over op names, module paths, parameter and input names, such as
-    ``"layers.3.*"``. ``choice`` (``"n -"``) and ``stored`` (``"S0 R"``) are written as in plans.
+    ``"layers.3.*"``; any name of a shared module or parameter will do. ``choice`` (``"n -"``) and
+    ``stored`` (``"S0 R"``) are written as in plans.
     """
 
     pattern: str
@@ -191,10 +203,24 @@ def _check_choices(priced: PricedGraph, node: int, given: Sequence[tuple[str, Ma
     clash = [other for other, mask in given[:-1] if not (mask & last).any()]
     named = [name] if not last.any() else [*(clash[:1] or [n for n, _ in given[:-1]]), name]
     decision = priced.nodes[node]
+    fix = "remove one"
+    if not last.any() and name.startswith("Pin("):
+        fix = f"it can have {_choices_text(priced.tables[node])}"
     raise ConstraintError(
         f"no choice is left for {decision.kind} {decision.name!r} under {' and '.join(named)}; "
-        "remove one"
+        f"{fix}"
     )
+
+
+def _choices_text(table: OpTable | ValueTable) -> str:
+    """The first choices of a node, as pins name them."""
+    if isinstance(table, OpTable):
+        name, texts = "choice", [str(choice) for choice in table.choices]
+    else:
+        name, texts = "stored", [format_placements(each) for each in table.placements.distinct]
+    texts = list(dict.fromkeys(texts))
+    more = f" or {len(texts) - MOST_NAMED} others" if len(texts) > MOST_NAMED else ""
+    return f"{name}={', '.join(map(repr, texts[:MOST_NAMED]))}{more}"
 
 
 def narrowed(priced: PricedGraph, masks: Masks) -> tuple[Array, ...]:
@@ -252,11 +278,13 @@ def _axes(mesh: Mesh, constraint: Force | Forbid) -> tuple[int, ...]:
 
 def _pin_masks(priced: PricedGraph, pin: Pin) -> Masks:
     graph, mesh = priced.pricing.graph, priced.pricing.mesh
+    shared = SharedNames(graph.shared)
     masks = {}
     for node, (decision, table) in enumerate(zip(priced.nodes, priced.tables)):
-        names = [decision.name]
         if isinstance(table, OpTable):
-            names.append(graph.ops[decision.index].module_path)
+            names = [decision.name, *shared.every(graph.ops[decision.index].module_path)]
+        else:
+            names = shared.every(decision.name)
         if not any(fnmatch.fnmatchcase(name, pin.pattern) for name in names):
             continue
         if isinstance(table, OpTable) and pin.choice is not None:

@@ -12,7 +12,7 @@ that must be (`autopar.planning.movement`). The ratio is reused for other option
 schedule. A known strategy replaces an option that is slower than it, or that was not found
 (`autopar.planning.rivals`).
 
-In an open space, lowering stops after `Setting.lower_limit_s`. If nothing has fit by then, a few
+In an open space, lowering stops after `Setting.lower_limit_s`. If there is no plan by then, a few
 options are still tried: those whose recomputation is decided, then the fastest with much room, then
 those with the least memory. The report lists those not tried.
 """
@@ -36,6 +36,7 @@ from autopar.planning.early import may_choose_early
 from autopar.planning.movement import Moved, moved_to_fit
 from autopar.planning.option import NEARLY, Fitted, Option
 from autopar.planning.option_lowering import OptionLowering
+from autopar.planning.ranking import rank, ranked
 from autopar.planning.releases import (
     released_to_fit,
     scatterable,
@@ -44,8 +45,9 @@ from autopar.planning.releases import (
 )
 from autopar.planning.rivals import KnownStrategies
 from autopar.planning.schedule_search import Search
-from autopar.planning.sharding_search import least_budget, ranked
+from autopar.planning.sharding_search import least_budget, search_nearby
 from autopar.pricing.candidate import Candidate
+from autopar.pricing.step_time import time_parts
 
 MAX_NEARLY = 3
 """So many pipelines that are faster than the first option that fits are counted too, if they were
@@ -76,8 +78,8 @@ class Postponed:
 class Fit:
     """Lowers the options of a search until one fits; with ``moves``, tensors may be offloaded.
 
-    Options that take ``cutoff_s`` or longer are of no use. After an own ``deadline`` nothing more
-    is tried.
+    Options that take ``cutoff_s``, the step of a plan that is known, or longer are of no use. After
+    an own ``deadline`` nothing more is tried.
     """
 
     def __init__(
@@ -107,7 +109,8 @@ class Fit:
             self._push(option)
         limit = deadline_in(self.setting.lower_limit_s) if self.is_open else NEVER
         self.deadline = limit if deadline is None else deadline
-        self.num_late, self.max_late = 0, MAX_LATE if deadline is None else 0
+        has_plan = math.isfinite(cutoff_s)
+        self.num_late, self.max_late = 0, 0 if has_plan or deadline is not None else MAX_LATE
 
     def best(self) -> Fitted:
         """The fastest option that fits; raises ConstraintError if none does."""
@@ -123,7 +126,7 @@ class Fit:
                 found, self.cutoff_s = fitted, fitted.option.time_s
         if found is None:
             raise self.failure()
-        return self._or_nearly_too_large(found)
+        return self._or_sharper(self._or_nearly_too_large(found))
 
     def _has_more(self, found: Fitted | None) -> bool:
         """Whether there is more to try; after the time limit only if nothing is ``found``."""
@@ -196,13 +199,32 @@ class Fit:
             if self.deadline.is_over:
                 break
             with contextlib.suppress(AutoparError):  # it cannot be lowered
-                program, memories, update = self.lowering.lower(option)
-                memory = fullest(memories)
-                if self.setting.limit.fits(memory):
-                    return replace(
-                        fitted, option=option, program=program, memory=memory, update=update,
-                        baselines=self.known.baselines(option), movement=None,
-                    )  # fmt: skip
+                if (found := self.known.lowered_beside(option)) is not None:
+                    return found
+        return fitted
+
+    def _or_sharper(self, fitted: Fitted) -> Fitted:
+        """A faster strategy on the mesh of one that the memory limits, as the search within the
+        memory counted what another one exposes."""
+        option, best = fitted.option, fitted.option.best
+        is_plain = option.choice is None and option.movement is None and not option.recomputes
+        is_whole = {best.released, best.scattered} <= {frozenset(), best.priced.parameters()}
+        key = option.combination.num_devices, option.combination.num_microbatches
+        if not (is_plain and is_whole) or best in self.search.unrestricted[key]:
+            return fitted
+        ratio = self.ratios.get(option.estimate_key, 1.0)
+        within = max(option.estimated_bytes, CAUTION * self.setting.budget_bytes / ratio)
+        self.setting.progress(f"search within {format_bytes(within)} by what the step exposes")
+        nearby = search_nearby(self.setting, best, within, self.deadline)
+        found = [each for each in nearby if rank(each) < rank(best)]
+        for candidate in sorted(found, key=rank):
+            searched = (*option.searched, candidate)
+            faster = replace(
+                option, searched=searched, best=candidate, time_s=time_parts(candidate).step_s
+            )
+            with contextlib.suppress(AutoparError):
+                if (better := self.known.lowered_beside(faster)) is not None:
+                    return better
         return fitted
 
     def _most_promising(self, option: Option) -> Option:

@@ -37,7 +37,8 @@ from autopar.ir.choice import Split
 from autopar.ir.graph import Op, ValueKind
 from autopar.ir.placement import Placement, State
 from autopar.pricing.moves import PlacementTable
-from autopar.pricing.problem import NodeKind, PricedGraph
+from autopar.pricing.nodes import NodeKind
+from autopar.pricing.problem import PricedGraph
 from autopar.pricing.tables import OpTable, ValueTable
 from autopar.rules import rule_of
 from autopar.rules.registry import Layer

@@ -14,7 +14,7 @@ from autopar.lowering.program import Traces
 from autopar.lowering.types import RankProgram
 from autopar.memory.program import ProgramMemory
 from autopar.planning.baselines import Baselines
-from autopar.planning.combinations import Combination
+from autopar.planning.combinations import WITHIN_LAYERS, Combination
 from autopar.planning.movement import Moved
 from autopar.planning.space import PipelineChoice
 from autopar.planning.staging import Staged
@@ -90,10 +90,11 @@ class Option:
         recomputed += ", offloaded" * (self.movement is not None)
         if self.choice is None:
             return f"{self.combination}{recomputed}"
+        within = f", {WITHIN_LAYERS}" * bool(self.combination.block_cuts)
         schedule, shape = self.choice.schedule.name, self.choice.schedule.shape
         return (
             f"{schedule}, {shape.num_stages} stages on {shape.num_devices}, "
-            f"{shape.num_microbatches} micro-batches{recomputed}"
+            f"{shape.num_microbatches} micro-batches{within}{recomputed}"
         )
 
 

@@ -14,8 +14,9 @@ from autopar.planning.combinations import Combination
 from autopar.planning.deadline import NEVER, Deadline
 from autopar.planning.leaner import LeanerForm, LeanerForms
 from autopar.planning.option import NEARLY, Option, needed_bytes, with_form
+from autopar.planning.ranking import cheapest, ranked
 from autopar.planning.setting import Setting
-from autopar.planning.sharding_search import cheapest, ranked, search_within
+from autopar.planning.sharding_search import search_within
 from autopar.planning.space import PipelineChoice
 from autopar.planning.stage_prices import Placement
 from autopar.planning.staging import (

@@ -103,7 +103,7 @@ class OtherCalls:
             num = self._num_microbatches(batch_size, parts)
         else:
             num = pipeline[1].shape.num_microbatches
-        _, analysis, cut = prepared.cut(num)
+        _, analysis, cut = prepared.cut(num, plan.graph.block_cuts)
         graph = analysis.graph
         values = {p.name: p.value for p in self._program.parameters}
         if values != {v.target or v.name: v.index for v in graph.parameters}:

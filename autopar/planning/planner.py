@@ -42,13 +42,17 @@ from autopar.planning.setting import Measure, Progress, Setting, listed
 from autopar.planning.space import Space
 from autopar.plans.binding import make_plan
 from autopar.plans.document import Plan
-from autopar.plans.memory_curve import memory_curve
+from autopar.plans.memory_curve import pipeline_curve, step_curve
 from autopar.plans.modules import module_plans, parameter_uses
+from autopar.plans.parts import ModulePlan
+from autopar.plans.predicted import MemoryCurve
 from autopar.plans.runner_up import runner_ups
 from autopar.plans.schedule_plan import SchedulePlan
 from autopar.plans.stage_costs import StageCosts
 from autopar.pricing.candidate import Candidate
-from autopar.pricing.step_time import time_parts
+from autopar.pricing.step_costs import StepCosts
+from autopar.pricing.step_time import step_costs, time_parts
+from autopar.pricing.step_timeline import step_spans
 from autopar.sharding.strategy import Strategy
 
 DEFAULT_SPACE = Space()
@@ -291,7 +295,10 @@ def _opened(search: Search, found: Sequence[tuple[Search, Fitted]]) -> Search | 
         return None
     setting.progress(f"search micro-batches{' and pipelines' * pipes}")
     try:
-        several = Search(setting.opened(opened), _fastest_s(found), search.unrestricted[1, 1]).run()
+        several = Search(
+            setting.opened(opened, has_plan=bool(found)), _fastest_s(found),
+            search.unrestricted[1, 1],
+        ).run()  # fmt: skip
     except ConstraintError:
         return None
     several.unrestricted.setdefault((1, 1), search.unrestricted[1, 1])  # it need not try that again
@@ -311,11 +318,10 @@ def _planned(search: Search, fitted: Fitted) -> Planned:
     option, setting = fitted.option, search.setting
     best, staged = option.best, option.staged
     key = option.combination.num_devices, option.combination.num_microbatches
+    block_cuts = option.combination.block_cuts
     moved = fitted.movement
-    prediction = predict(
-        best, fitted.memory, staged,
-        stall_s=0.0 if moved is None else moved.stall_s,
-    )  # fmt: skip
+    stall_s = 0.0 if moved is None else moved.stall_s
+    prediction = predict(best, fitted.memory, staged, stall_s=stall_s)
     times_s, reasons = {}, {}
     if search.space.is_open:
         times_s = search.times_s | {str(option): prediction.step_time_s}
@@ -329,10 +335,12 @@ def _planned(search: Search, fitted: Fitted) -> Planned:
         schedule = SchedulePlan.of(staged.stages, staged.schedule, gap)
     strategy = best.strategy()
     strategy.verify()
-    modules, num = module_plans(best, strategy), best.num_microbatches
+    modules = module_plans(best, strategy)
+    parts = step_costs(best).rounded() if staged is None else None
     plan = make_plan(
         strategy,
-        setting.prepared.cut(num).captured,
+        setting.prepared.cut(best.num_microbatches, block_cuts).captured,
+        block_cuts,
         setting.cluster,
         prediction,
         search_report(
@@ -341,6 +349,7 @@ def _planned(search: Search, fitted: Fitted) -> Planned:
             option.searched,
             _baselines(search, fitted),
             estimated_bytes=option.estimated_bytes,
+            is_pipeline=staged is not None,
             pipelines=times_s,
             not_pipelines=reasons,
         ),
@@ -352,13 +361,35 @@ def _planned(search: Search, fitted: Fitted) -> Planned:
         uses=parameter_uses(best, strategy),
         modules=modules,
         runner_ups=runner_ups(best, narrow(best.priced, setting.constraints)),
-        curve=memory_curve(
-            fitted.memory, modules, best.recomputation, num_microbatches=num,
-            update_s=prediction.update_s,
-        ),
+        curve=_memory_curve(fitted, modules, parts, stall_s, prediction.update_s),
         stage_costs=costs,
+        step_costs=parts,
     )  # fmt: skip
     plan = plan.with_trace(setting.progress.trace(prediction.step_time_s))
     return Planned(
         plan=plan, strategy=strategy, program=fitted.program, traces=fitted.traces, best=best
     )
+
+
+def _memory_curve(
+    fitted: Fitted,
+    modules: tuple[ModulePlan, ...],
+    costs: StepCosts | None,
+    stall_s: float,
+    update_s: float,
+) -> MemoryCurve | None:
+    """The memory over a step: of a pipeline in the time of its computation, else in the time of its
+    timeline, which its ``costs`` give."""
+    best, memory = fitted.option.best, fitted.memory
+    num, pricing = best.num_microbatches, best.priced.pricing
+    if costs is None:
+        return pipeline_curve(
+            memory, modules, best.recomputation, num_microbatches=num, update_s=update_s
+        )
+    spans = step_spans(
+        costs,
+        num_microbatches=num,
+        slowdown=pricing.cluster.overlap_slowdown,
+        stall_s=stall_s / pricing.num_passes,
+    )
+    return step_curve(memory, spans, num_microbatches=num, num_passes=pricing.num_passes)

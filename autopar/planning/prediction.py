@@ -10,7 +10,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from autopar.base.units import nine_digits
 from autopar.cost_models import Profiler, RooflineModel
@@ -21,8 +21,10 @@ from autopar.cost_models.work import Family
 from autopar.ir.graph import Op
 from autopar.memory.program import ProgramMemory
 from autopar.planning.baselines import Baselines
+from autopar.planning.exposed_search import sharding_bound_s
 from autopar.planning.staging import PipelineTimes, Staged
-from autopar.plans.parts import KnownStrategy, Prediction, SearchReport
+from autopar.plans.parts import KnownStrategy, SearchReport
+from autopar.plans.predicted import Prediction, Units
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.copies import copies_by_block
 from autopar.pricing.step_time import ROUNDING, TimeParts, time_parts
@@ -77,6 +79,7 @@ def predict(
         resident_bytes=memory.device_bytes if on_cpu else None,
         model_flops=done.flops,
         model_flops_utilisation=nine_digits(_peak_step_s(pricing) / step_s),
+        flops_shares=_flops_shares(pricing),
         samples_per_s=nine_digits(done.num_samples / step_s),
         tokens_per_s=nine_digits(done.num_tokens / step_s) if done.num_tokens else None,
         analytical_factor=_analytical_factor(best),
@@ -118,6 +121,18 @@ def _peak_step_s(pricing: Pricing) -> float:
         peak_s = model_work(pricing.analysis, part.device).peak_s
         steps_per_s += part.num_devices / peak_s if peak_s else math.inf
     return 1 / steps_per_s
+
+
+def _flops_shares(pricing: Pricing) -> dict[Units, float]:
+    """The share of the model's operations by the units that they run on, over all devices."""
+    shares: defaultdict[Units, float] = defaultdict(float)
+    cluster = pricing.cluster
+    for part in cluster.islands or (cluster,):
+        done = model_work(pricing.analysis, part.device)
+        for units, flops in done.flops_of_units.items():
+            shares[cast(Units, units)] += flops / done.flops * part.num_devices
+    by_size = sorted(shares.items(), key=lambda item: (-item[1], item[0]))
+    return {units: nine_digits(share / cluster.num_devices) for units, share in by_size}
 
 
 def _weakest(sources: Iterable[Source]) -> str:
@@ -188,20 +203,26 @@ def search_report(
     baselines: Baselines,
     *,
     estimated_bytes: float,
+    is_pipeline: bool,
     pipelines: Mapping[str, float],
     not_pipelines: Mapping[str, str],
 ) -> SearchReport:
     """The optimality gap and the alternatives of a plan.
 
     ``searched``: the results of the search that found it. ``candidates``: the results without a
-    memory limit.
+    memory limit. The gap is that of a step. In a pipeline, and where memory limits the search, it
+    is that of the cost of the solution.
     """
     passes, cost = best.priced.pricing.num_passes, best.solution.cost
     step_s = time_parts(best).step_s / passes
     same = [c.solution.bound for c in searched if c.exposed == best.exposed]
-    bound = min(cost, step_s, *(c.solution.bound for c in searched))
+    if is_pipeline:
+        bound = min(cost, step_s, *(each.solution.bound for each in searched))
+    else:
+        bound = min(step_s, sharding_bound_s(candidates))
     gap = relative_gap(step_s, bound)
-    if not best.released:  # the cost of a solution may leave out what its releases cost
+    is_limited = not set(searched) <= set(candidates)
+    if (is_limited or is_pipeline) and not best.released:  # whose cost may leave out releases
         gap = min(gap, relative_gap(cost, min((cost, *same))))
     return SearchReport(
         status=str(Status.OPTIMAL if gap <= OPTIMAL_GAP else Status.FEASIBLE),

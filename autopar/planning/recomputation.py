@@ -27,8 +27,8 @@ from autopar.comm.ops import ALL_TO_ALL
 from autopar.cost_models.allocator import allocator_of
 from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.traced import roofline_s
-from autopar.ir.block_names import lies_in
 from autopar.ir.recomputation import BlockRecomputation, Recomputation
+from autopar.ir.shared_names import SharedNames
 from autopar.lowering.joint import Joint
 from autopar.lowering.op_marks import op_place
 from autopar.lowering.program import Traces
@@ -215,9 +215,10 @@ class Recomputer:
 
     def _of_modules(self, names: Sequence[str]) -> list[Point]:
         graph = self.candidate.priced.pricing.graph
+        shared = SharedNames(graph.shared)
         paths = [op.module_path for op in graph.ops]
         for name in names:
-            if not any(lies_in(path, name) for path in paths):
+            if not any(shared.is_in(path, name) for path in paths):
                 raise InputError(
                     f"recompute names {name!r}, which is no module that the model calls; names are "
                     f"those of model.named_modules(){did_you_mean(name, _with_parents(paths))}"
@@ -228,7 +229,7 @@ class Recomputer:
             start = starts[block.name]
 
             def listed(place: int, start: int = start) -> bool:
-                return any(lies_in(paths[start + place], name) for name in names)
+                return any(shared.is_in(paths[start + place], name) for name in names)
 
             saved = block.joint.names_without(listed)
             is_default = set(saved) == set(block.joint.default_names)

@@ -15,11 +15,11 @@ from autopar.memory.program import fullest
 from autopar.planning.baselines import Baselines, price_baselines
 from autopar.planning.option import NEARLY, Fitted, Option
 from autopar.planning.option_lowering import OptionLowering
+from autopar.planning.ranking import cheapest, rank
 from autopar.planning.schedule_search import Search
 from autopar.planning.setting import stored_bytes
-from autopar.planning.sharding_search import cheapest, rank
 from autopar.pricing.candidate import Candidate
-from autopar.pricing.problem import NodeKind
+from autopar.pricing.nodes import NodeKind
 from autopar.pricing.step_time import time_parts
 
 
@@ -76,15 +76,22 @@ class KnownStrategies:
                 option, best=rival, time_s=time_parts(rival).step_s, recomputes=False,
                 is_decided=False, movement=None,
             )  # fmt: skip
-            program, memories, update = self.lowering.lower(other)
-            memory = fullest(memories)
-            if self.setting.limit.fits(memory):
-                return Fitted(
-                    option=other, program=program, traces=self.lowering.traces_of(rival),
-                    memory=memory, baselines=self.baselines(option), update=update,
-                )  # fmt: skip
+            if (fitted := self.lowered_beside(other)) is not None:
+                return fitted
         self.tried.add(num)
         return None
+
+    def lowered_beside(self, option: Option) -> Fitted | None:
+        """An option without movement, lowered, with the known strategies beside it; None if its
+        counted memory does not fit."""
+        program, memories, update = self.lowering.lower(option)
+        memory = fullest(memories)
+        if not self.setting.limit.fits(memory):
+            return None
+        return Fitted(
+            option=option, program=program, traces=self.lowering.traces_of(option.best),
+            memory=memory, baselines=self.baselines(option), update=update,
+        )  # fmt: skip
 
     def _executable(self, option: Option) -> list[Candidate]:
         """Known strategies that may replace an option; none where the user fixes what they do.

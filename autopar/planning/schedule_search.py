@@ -21,30 +21,35 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autopar.base.errors import AutoparError
 from autopar.base.units import format_bytes, format_seconds
 from autopar.ir.mesh import Mesh
+from autopar.lowering.stages import cuts_within_blocks, staged_blocks
 from autopar.planning.combinations import Combination, Combinations
 from autopar.planning.deadline import NEVER, deadline_in
+from autopar.planning.exposed_search import (
+    proofs,
+    search_exposed,
+    search_exposures,
+    sharding_bound_s,
+)
 from autopar.planning.option import Option, dominating
 from autopar.planning.option_pricing import OptionPricing
 from autopar.planning.pipelines import is_extra, pipelines, without_pipeline
+from autopar.planning.ranking import rank
 from autopar.planning.refinement import refined, worth_refining
 from autopar.planning.setting import Setting
-from autopar.planning.sharding_search import (
-    rank,
-    search_meshes,
-    search_priced,
-)
+from autopar.planning.sharding_search import search_meshes
 from autopar.planning.space import PipelineChoice
-from autopar.planning.staging import (
-    stage_costs,
-)
+from autopar.planning.staging import stage_costs
+from autopar.planning.within_layers import LEAST_GAIN as LEAST_DIVIDED_GAIN
+from autopar.planning.within_layers import even_step_s
 from autopar.pricing.candidate import Candidate
-from autopar.pricing.problem import price_graph
+from autopar.pricing.exposure import ALL_EXPOSED
+from autopar.pricing.problem import PricedGraph, price_graph
 from autopar.schedules.generators.forms import Form
 from autopar.schedules.generators.lower_bound import lower_bound_s
 
@@ -163,17 +168,45 @@ class Search:
 
     def _search_point(self) -> None:
         num_devices, num = self.space.point()
-        cut = self.setting.prepared.cut(num)
-        meshes = self.space.meshes(self.setting.cluster)
+        meshes, choice = self.space.meshes(self.setting.cluster), self.space.pipeline
+        whole = self.setting.prepared.cut(num)
+        combination = Combination(num_devices, num, meshes[0])
+        if choice is not None and choice.cuts is not None:
+            block_cuts = cuts_within_blocks(whole.analysis.graph, choice.cuts)
+            combination = replace(combination, block_cuts=block_cuts)
+            self._price_point(combination, meshes)
+            return
+        self._price_point(combination, meshes)
+        self._divide(combination, lambda divided: self._price_point(divided, meshes))
+
+    def _divide(self, combination: Combination, price: Callable[[Combination], None]) -> None:
+        """Price a combination with divided blocks too, if it has pipelines that are estimated to
+        fit, and such blocks may make one faster than the best."""
+        block_cuts = self.setting.prepared.narrow_cuts if combination.num_devices > 1 else ()
+        fitting = [
+            each
+            for each in self.options
+            if each.combination == combination and each.staged and self.pricing.fits(each)
+        ]
+        is_late = self.space.is_open and self.turn.is_over
+        if not block_cuts or not fitting or is_late:
+            return
+        graph = self.setting.prepared.cut(combination.num_microbatches, block_cuts).analysis.graph
+        least_s = min(even_step_s(each, graph) for each in fitting)
+        if least_s < (1 - LEAST_DIVIDED_GAIN) * self.best_s:
+            price(replace(combination, block_cuts=block_cuts))
+
+    def _price_point(self, combination: Combination, meshes: Sequence[Mesh]) -> None:
+        num_devices, num = combination.num_devices, combination.num_microbatches
+        cut = self.setting.prepared.cut(num, combination.block_cuts)
         has_others = self.space.leaves_microbatches or self.has_plan
         deadline = self.deadline if has_others else NEVER
         candidates = tuple(search_meshes(self.setting, cut, meshes, deadline))
-        self.unrestricted[num_devices, num] = list(candidates)
-        least_s = min(candidate.solution.bound for candidate in candidates)
+        self.unrestricted.setdefault((num_devices, num), []).extend(candidates)
+        least_s = sharding_bound_s(candidates)
         if num_devices > 1 and self.setting.cluster.islands:
             least_s = 0.0  # some pipeline ranks are faster than the devices that it is priced by
         self.setting.progress.bounded(self.setting.num_passes * least_s / num_devices)
-        combination = Combination(num_devices, num, meshes[0])
         recomputes = self.space.recompute.is_fixed
         option = self.pricing.option(
             combination, candidates, self.space.pipeline, recomputes=recomputes
@@ -202,6 +235,7 @@ class Search:
             self.left_out.setdefault(mesh, []).append(combination)
         if reason is None:
             self._price(combination)
+            self._divide(combination, self._price)
         else:
             self.reasons.setdefault(str(combination), reason)
 
@@ -222,21 +256,18 @@ class Search:
         setting.progress(f"search {combination}, on mesh {combination.mesh}")
         self.turn = deadline_in(setting.combination_limit_s)
         try:
-            cut = setting.prepared.cut(num)
+            cut = setting.prepared.cut(num, combination.block_cuts)
         except AutoparError as error:
             self.reasons.setdefault(f"{num} micro-batches", str(error))
             return
         try:
-            priced = price_graph(setting.pricing(cut, combination.mesh))
-            released = self.space.reshard_after_forward is True
-            scattered = self.space.reduce_every_microbatch is True
-            exposures = setting.exposures if combination.num_devices == 1 else [1.0]
-            found = tuple(
-                search_priced(
-                    priced, setting.constraints, exposed, released=released, scattered=scattered
-                )
-                for exposed in exposures
-            )
+            found = self._known(combination)
+            if not found:
+                priced = price_graph(setting.pricing(cut, combination.mesh))
+                if combination.num_devices == 1:
+                    found = self._without_pipeline(priced)
+                else:
+                    found = (search_exposed(setting, priced, ALL_EXPOSED),)
         except AutoparError as error:
             self.reasons.setdefault(str(combination), str(error))
             return
@@ -258,6 +289,24 @@ class Search:
         if options and len(self.options) == num_known and not self.has_plan:
             least = min([*options, *leaner], key=lambda option: option.needed_bytes)
             self._noted(least, least.origin, recomputes=least.recomputes)
+
+    def _known(self, combination: Combination) -> tuple[Candidate, ...]:
+        """The candidates on the combination's mesh that an earlier search of the whole batch at
+        once found, at the same prices; none for other combinations."""
+        if combination.num_devices > 1 or combination.num_microbatches > 1:
+            return ()
+        return tuple(
+            each
+            for each in self.whole
+            if each.mesh == combination.mesh
+            if each.priced.pricing.compute is self.setting.compute
+        )
+
+    def _without_pipeline(self, priced: PricedGraph) -> tuple[Candidate, ...]:
+        """The best strategies on one mesh, searched as far as they may beat the best option."""
+        best_s = self.best_s / self.setting.num_passes
+        found = list(search_exposures(self.setting, priced, best_s))
+        return *found, *proofs(self.setting, found, self.turn, best_s)
 
     def _leaner(self, option: Option) -> list[Option]:
         """An option that does not fit with less kept from pass to pass, with blocks that recompute,
@@ -327,9 +376,10 @@ class Search:
             alone = self.pricing.option(combination, candidates, None, recomputes=recompute)
             return [self._note(alone)]
         found: list[Option] = []
-        wanted = pipelines(combination, self.space, self.combinations.num_blocks)
+        num_blocks = len(staged_blocks(candidates[0].priced.pricing.graph))
+        wanted = pipelines(combination, self.space, num_blocks)
         if not wanted:
-            why = without_pipeline(combination, self.space, self.combinations.num_blocks)
+            why = without_pipeline(combination, self.space, num_blocks)
             self.reasons.setdefault(str(combination), why)
         for form in wanted:
             if found and self.turn.is_over:

@@ -34,6 +34,8 @@ TIME_LIMIT_S, NUM_DEVICES_IN_LIMIT = 60.0, 4096
 SEARCH_SHARE, REFINE_SHARE, LEAST_LOWER_SHARE = 1 / 3, 1 / 12, 1 / 4
 """The share of the time limit for finding options, and that for better orders of the fastest
 pipelines; the rest is for lowering them, at least the last share."""
+LEAST_OPENED_SHARE = 1 / 4
+"""The least share of the time limit for a search of micro-batches and pipelines."""
 COMBINATION_SHARE = 1 / 12
 """The share of the time limit after which a combination's other schedules are not simulated."""
 
@@ -117,10 +119,17 @@ class Setting:
             routes=self.routes,
         )  # fmt: skip
 
-    def opened(self, space: Space) -> Setting:
-        """The setting with another space, its ops priced for it."""
+    def opened(self, space: Space, *, has_plan: bool) -> Setting:
+        """The setting with another space, its ops priced for it.
+
+        With a plan to beat, the searches there share what is left of the time limit.
+        """
         compute = self.compute if self.measure is None else self.measure(space)
-        return replace(self, space=space, compute=compute)
+        other = replace(self, space=space, compute=compute)
+        if not has_plan:
+            return other
+        left_s = max(self.end.left_s, LEAST_OPENED_SHARE * self._limit_s)
+        return replace(other, time_limit_s=left_s, begun_s=time.process_time())
 
     @property
     def _limit_s(self) -> float:
@@ -201,18 +210,6 @@ class Setting:
         return OPEN_BUDGET_LIMIT_S if self.space.is_open else POINT_BUDGET_LIMIT_S
 
     @property
-    def exposures(self) -> list[float]:
-        """The fractions of the parameters' communication that searches take as exposed.
-
-        How much is overlapped depends on the strategy, so it is searched twice: with all of it
-        exposed, and with only the slowdown that it causes when all is overlapped. The pipelines of
-        an open space, which are many, are searched once, with all of it exposed.
-        """
-        if self.cluster.num_devices == 1:
-            return [1.0]
-        return [1.0, max(1 - 1 / self.cluster.overlap_slowdown, MIN_EXPOSED)]
-
-    @property
     def is_free(self) -> bool:
         """Whether a known strategy may replace an option: there are no constraints but budgets."""
         return all(isinstance(constraint, MemoryBudget) for constraint in self.constraints)
@@ -224,10 +221,6 @@ def stored_bytes(value: Value, shape: tuple[int, ...], optimizer: OptimizerSpec)
         return 0
     copies = 1 + optimizer.num_states if value.differentiable else 1
     return copies * math.prod(shape) * value.stored_dtype.itemsize
-
-
-MIN_EXPOSED = 1e-3
-"""Smallest exposed fraction, so that the search does not choose arbitrarily."""
 
 
 def listed(constraints: object) -> list[Constraint]:

@@ -8,19 +8,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from autopar.base.errors import ConstraintError
 from autopar.cost_models import Cluster
 from autopar.ir.mesh import Mesh
 from autopar.passes.prepare import Cut
-from autopar.planning.constraints import Constraint, narrow
+from autopar.planning.constraints import narrow
 from autopar.planning.deadline import NEVER, Deadline
+from autopar.planning.exposed_search import (
+    candidate_of,
+    proofs,
+    search_exposures,
+    slopes_at,
+    step_of_a_pass,
+)
+from autopar.planning.ranking import rank
 from autopar.planning.setting import Setting
 from autopar.pricing.candidate import Candidate
+from autopar.pricing.exposed_shares import exposure_of
+from autopar.pricing.exposure import Exposure
 from autopar.pricing.problem import WHOLE, PricedGraph, Residence, price_graph
 from autopar.pricing.step_time import time_parts
-from autopar.search import Solution, Status, solve
+from autopar.search import solve
 
-SEARCH_LIMIT_S = 60.0
 BUDGET_GAP = 5e-3
 
 
@@ -38,17 +46,13 @@ def search_meshes(
             break
         setting.progress(f"search on mesh {mesh}")
         priced = price_graph(setting.pricing(cut, mesh))
-        for exposed in setting.exposures:
-            candidate = search_priced(
-                priced,
-                setting.constraints,
-                exposed,
-                released=setting.space.reshard_after_forward is True,
-                scattered=setting.space.reduce_every_microbatch is True,
-            )
-            found.append(candidate)
-            if _is_an_option(setting, candidate):
-                setting.progress.found(time_parts(candidate).step_s)
+        best_s = min(map(step_of_a_pass, found), default=math.inf)
+        for each in search_exposures(setting, priced, best_s):
+            found.append(each)
+            if _is_an_option(setting, each):
+                setting.progress.found(time_parts(each).step_s)
+    if setting.space.pipeline is None:
+        found += proofs(setting, found, deadline)
     return sorted(found, key=lambda candidate: meshes.index(candidate.mesh))
 
 
@@ -66,39 +70,6 @@ def _is_an_option(setting: Setting, candidate: Candidate) -> bool:
     return is_plain and candidate.is_found and candidate.estimated_bytes() <= setting.budget_bytes
 
 
-def search_priced(
-    priced: PricedGraph,
-    constraints: Sequence[Constraint],
-    exposed: float = 1.0,
-    *,
-    released: bool = False,
-    scattered: bool = False,
-) -> Candidate:
-    """The best strategy on one mesh without a memory limit; raises ConstraintError if none.
-
-    ``released``: all gathered parameters are released after each pass; ``scattered``: all gradients
-    that can be are reduce-scattered in every micro-batch.
-    """
-    problem = priced.problem(
-        narrow(priced, constraints), exposed=exposed, released=released, scattered=scattered
-    )
-    solution = solve(problem, time_limit_s=SEARCH_LIMIT_S)
-    if solution.status is Status.INFEASIBLE:
-        names = " and ".join(map(str, constraints)) or "the placements"
-        raise ConstraintError(f"no strategy satisfies {names} together; remove one of them")
-    return _candidate(priced, solution, exposed, released, scattered)
-
-
-def _candidate(
-    priced: PricedGraph, solution: Solution, exposed: float, released: bool, scattered: bool
-) -> Candidate:
-    parameters, none = priced.parameters(), frozenset[int]()
-    return Candidate(
-        priced=priced, solution=solution, exposed=exposed,
-        released=parameters if released else none, scattered=parameters if scattered else none,
-    )  # fmt: skip
-
-
 def search_within(
     setting: Setting,
     candidates: Sequence[Candidate],
@@ -112,28 +83,61 @@ def search_within(
 ) -> list[Candidate]:
     """Search the meshes of ``candidates`` again under a budget, the most promising first.
 
-    A search is cut off at ``cutoff_s`` and at the cost found on an earlier mesh. Each mesh is
-    searched with the exposed fraction that was better without the budget. A result may have no
-    strategy. After the ``deadline`` the other meshes are left out.
+    A search is cut off at ``cutoff_s`` and at the cost found on an earlier mesh, if both count all
+    communication or both what a step exposes. Each mesh is searched by what was better without the
+    budget. A result may have no strategy. After the ``deadline`` the other meshes are left out.
     """
     found: list[Candidate] = []
-    cutoffs_s = {candidate.exposed: cutoff_s for candidate in candidates}
-    better: dict[PricedGraph, float] = {}
-    for candidate in sorted(candidates, key=rank):
-        better.setdefault(candidate.priced, candidate.exposed)
+    cutoffs_s: dict[bool, float] = {}
+    better: dict[PricedGraph, Exposure] = {}
+    for each in sorted(candidates, key=rank):
+        if not each.exposed.weighs_computation:
+            better.setdefault(each.priced, each.exposed)
     for priced, exposed in better.items():
         if found and deadline.is_over:
             break
-        problem = priced.problem(
-            narrow(priced, setting.constraints), budget_bytes, exposed, residence,
-            released=released, scattered=scattered,
+        kind = bool(exposed.of_blocks)
+        cutoff = cutoffs_s.get(kind, cutoff_s)
+        found.append(
+            _search_within(
+                setting, priced, budget_bytes, exposed, residence, cutoff,
+                released=released, scattered=scattered,
+            )
         )  # fmt: skip
-        solution = solve(
-            problem, time_limit_s=setting.budget_limit_s, gap=BUDGET_GAP, cutoff=cutoffs_s[exposed]
-        )
-        cutoffs_s[exposed] = min(cutoffs_s[exposed], solution.cost * (1 - BUDGET_GAP))
-        found.append(_candidate(priced, solution, exposed, released, scattered))
+        cutoffs_s[kind] = min(cutoff, found[-1].solution.cost * (1 - BUDGET_GAP))
     return found
+
+
+def search_nearby(
+    setting: Setting, best: Candidate, budget_bytes: float, deadline: Deadline = NEVER
+) -> Iterator[Candidate]:
+    """Search the mesh of a strategy again under a budget, without a pipeline, by what its step
+    exposes and by the slopes of its step; nothing after the ``deadline``."""
+    for exposed in (exposure_of(best), slopes_at(setting, best)):
+        if not deadline.is_over:
+            yield _search_within(
+                setting, best.priced, budget_bytes, exposed,
+                released=bool(best.released), scattered=bool(best.scattered),
+            )  # fmt: skip
+
+
+def _search_within(
+    setting: Setting,
+    priced: PricedGraph,
+    budget_bytes: float,
+    exposed: Exposure,
+    residence: Residence = WHOLE,
+    cutoff_s: float = math.inf,
+    *,
+    released: bool,
+    scattered: bool,
+) -> Candidate:
+    problem = priced.problem(
+        narrow(priced, setting.constraints), budget_bytes, exposed, residence,
+        released=released, scattered=scattered,
+    )  # fmt: skip
+    solution = solve(problem, time_limit_s=setting.budget_limit_s, gap=BUDGET_GAP, cutoff=cutoff_s)
+    return candidate_of(priced, solution, exposed, released=released, scattered=scattered)
 
 
 def least_budget(tried: Sequence[Candidate]) -> float:
@@ -145,21 +149,3 @@ def _least_budgets(tried: Sequence[Candidate]) -> Iterator[float]:
     for candidate in tried:
         if candidate.solution.least_feasible_budget is not None:
             yield candidate.solution.least_feasible_budget
-
-
-def cheapest(candidates: Sequence[Candidate]) -> Candidate:
-    """The fastest candidate; ties (within rounding) go to fewer axes, then to a fixed order."""
-    return min(candidates, key=rank)
-
-
-def rank(candidate: Candidate) -> tuple[float, int, tuple[int, ...]]:
-    """Sort key of candidates without a pipeline, deterministic among equally fast ones."""
-    return ranked(time_parts(candidate).step_s, candidate.mesh) if candidate.is_found else _LAST
-
-
-def ranked(time_s: float, mesh: Mesh) -> tuple[float, int, tuple[int, ...]]:
-    """Sort key: time to nine digits, then fewer axes, then smaller outer axes."""
-    return float(f"{time_s:.9g}"), mesh.num_axes, mesh.axis_sizes
-
-
-_LAST = (math.inf, 0, ())

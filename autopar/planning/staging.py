@@ -23,11 +23,12 @@ from autopar.lowering.stages import stage_of_blocks, staged_blocks, stages_from_
 from autopar.planning.combinations import KEPT_SHARE
 from autopar.planning.space import PipelineChoice
 from autopar.planning.stage_prices import links_of, message_s_by_border, times_by_stage
-from autopar.pricing.block_times import BlockTimes, reading_blocks
+from autopar.pricing.block_times import BlockTimes
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.moves import added
 from autopar.pricing.node_memory import late_share
 from autopar.pricing.problem import Residence
+from autopar.pricing.readers import reading_blocks
 from autopar.schedules import (
     Durations,
     Kind,

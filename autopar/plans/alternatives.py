@@ -41,6 +41,9 @@ USERS_NAMES: Mapping[str, str] = {
 ON_MESH = "another mesh"
 NO_FIT = "does not fit"
 SAME = "the same as this plan"
+ESTIMATE = "as if all were kept at once, little workspace"
+"""How the search estimates memory, which may be more than the count of one moment or less."""
+MOST_TIED = 3
 TIE = 0.005
 """Relative difference in time up to which two alternatives are called a tie."""
 
@@ -139,12 +142,10 @@ def _is_plan(plan: PlanFields, time_s: float, memory_bytes: int) -> bool:
 def _other_meshes(plan: PlanFields) -> list[Alternative]:
     """The best on each other mesh; those of one time are one, as they are the same strategy, and
     those of the plan's time are the plan itself."""
-    own, meshes = str(plan.device_mesh), defaultdict[str, list[str]](list)
-    considered = plan.search.considered
-    own_times = considered.get(own, 0.0), plan.prediction.step_time_s
-    same = {f"{time_s:.5g}" for time_s in own_times}
+    considered, meshes = plan.search.considered, defaultdict[str, list[str]](list)
+    own = (str(plan.device_mesh), *_same_meshes(plan))
     for mesh, time_s in considered.items():
-        if mesh != own and f"{time_s:.5g}" not in same:
+        if mesh not in own:
             meshes[f"{time_s:.5g}"].append(mesh)
     return [
         Alternative(
@@ -155,6 +156,14 @@ def _other_meshes(plan: PlanFields) -> list[Alternative]:
         )
         for names in meshes.values()
     ]
+
+
+def _same_meshes(plan: PlanFields) -> list[str]:
+    """The other meshes whose best strategy takes the plan's time."""
+    own, considered = str(plan.device_mesh), plan.search.considered
+    own_times = considered.get(own, 0.0), plan.prediction.step_time_s
+    same = {f"{time_s:.5g}" for time_s in own_times}
+    return [m for m, time_s in considered.items() if m != own and f"{time_s:.5g}" in same]
 
 
 def fastest_known(plan: PlanFields) -> Alternative | None:
@@ -194,7 +203,7 @@ def alternatives_section(plan: PlanFields, num_rows: int) -> Section:
         *best,
     ]  # fmt: skip
     has_memory = any(each.memory_bytes is not None for each in best)
-    notes = [_ties(plan, listed, best), _stale(plan, found)]
+    notes = [_tied_meshes(plan), _ties(plan, listed, best), _stale(plan, found)]
     if has_memory:
         notes.append(_estimate(plan))
     if len(listed) > len(best):
@@ -224,10 +233,8 @@ def _estimate(plan: PlanFields) -> str:
     counted = format_bytes(sum(plan.prediction.memory_bytes.values()))
     if format_bytes(plan.search.estimated_bytes) == counted:
         return ""
-    stages = " and as if stages were equal" * plan.is_pipeline
-    return (
-        f"est. memory: by the search, without workspace{stages}; counted, this plan takes {counted}"
-    )
+    stages = ", and as if stages were equal" * plan.is_pipeline
+    return f"est. memory: {ESTIMATE}{stages}; counted, this plan takes {counted}"
 
 
 def _stale(plan: PlanFields, found: list[Alternative]) -> str:
@@ -241,6 +248,17 @@ def _stale(plan: PlanFields, found: list[Alternative]) -> str:
     return f"on old weights, which is {NOT_EAGER}: {', '.join(texts)}" if texts else ""
 
 
+def _tied_meshes(plan: PlanFields) -> str:
+    """The meshes on which the best strategy is as fast as the plan, and which are in no row."""
+    meshes = [] if plan.is_pipeline else _same_meshes(plan)
+    if not meshes:
+        return ""
+    names = meshes[:MOST_TIED]
+    names += [f"{len(meshes) - MOST_TIED} more"] * (len(meshes) > MOST_TIED)
+    number = "1 other mesh ties" if len(meshes) == 1 else f"{len(meshes)} other meshes tie"
+    return f"{number} with {plan.device_mesh}: {', '.join(names)}"
+
+
 def _ties(plan: PlanFields, listed: list[Alternative], shown: list[Alternative]) -> str:
     """Which alternatives tie with the plan, why that is one, and whether others do so as well."""
     step_s = plan.prediction.step_time_s
@@ -252,13 +270,15 @@ def _ties(plan: PlanFields, listed: list[Alternative], shown: list[Alternative])
     if not tied:
         why = f": {sure}" * bool(sure)
         return f"alternatives within {TIE:.1%} of each other are ties{why}." * is_tie
-    names = [f"the best on {e.mesh}" if e.name == ON_MESH else e.name for e in tied[:3]]
-    names += [f"{len(tied) - 3} more"] * (len(tied) > 3)
+    names = [f"mesh {e.mesh}" if e.name == ON_MESH else e.name for e in tied[:MOST_TIED]]
+    names += [f"{len(tied) - MOST_TIED} more"] * (len(tied) > MOST_TIED)
     own_bytes = plan.search.estimated_bytes
     less = sum(1 for e in tied if (e.memory_bytes or 0) > (1 + TIE) * own_bytes)
-    why = "the plan takes less memory than each" if less == len(tied) else "any of them would do"
+    why = "each is as good a choice"
+    if less == len(tied):
+        why = f"the plan takes less memory than {'it' if less == 1 else 'any of them'}"
     sure = f", and {sure}" * bool(sure)
     return (
         f"ties: {', '.join(names)} within {TIE:.1%} of the plan{sure}; {why}."
-        + " So are others within that of each other." * is_tie
+        + f" Other alternatives within {TIE:.1%} of each other tie too." * is_tie
     )

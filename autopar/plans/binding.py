@@ -22,27 +22,28 @@ from autopar.passes.prepare import prepare
 from autopar.plans.document import SCHEMA_VERSION, Plan
 from autopar.plans.parts import (
     GraphPlan,
-    MemoryCurve,
     MeshPlan,
     ModulePlan,
     OffloadPlan,
     ParameterUse,
     PrecisionPlan,
-    Prediction,
     RecomputationPlan,
     RunnerUp,
     SearchReport,
     UpdatePlan,
 )
+from autopar.plans.predicted import MemoryCurve, Prediction
 from autopar.plans.refusals import at, refused
 from autopar.plans.schedule_plan import SchedulePlan
 from autopar.plans.stage_costs import StageCosts
+from autopar.pricing.step_costs import StepCosts
 from autopar.sharding.strategy import Analysis, Assignment, Strategy
 
 
 def make_plan(
     strategy: Strategy,
     captured: Captured,
+    block_cuts: tuple[str, ...],
     cluster: Cluster,
     prediction: Prediction,
     search: SearchReport,
@@ -57,12 +58,13 @@ def make_plan(
     runner_ups: tuple[RunnerUp, ...] = (),
     curve: MemoryCurve | None = None,
     stage_costs: StageCosts | None = None,
+    step_costs: StepCosts | None = None,
 ) -> Plan:
     """Assemble the plan of a strategy."""
     graph, assignment = strategy.graph, strategy.assignment
     return Plan(
         schema_version=SCHEMA_VERSION,
-        graph=_describe(graph, captured),
+        graph=_describe(graph, captured, block_cuts),
         cluster=cluster,
         mesh=MeshPlan(axis_names=assignment.mesh.axis_names, axis_sizes=assignment.mesh.axis_sizes),
         schedule=schedule,
@@ -101,12 +103,13 @@ def make_plan(
         runner_ups=runner_ups,
         memory_curve=curve,
         stage_costs=stage_costs,
+        step_costs=step_costs,
         recomputation=RecomputationPlan.of(recomputation),
         offload=offload,
     )
 
 
-def _describe(graph: Graph, captured: Captured) -> GraphPlan:
+def _describe(graph: Graph, captured: Captured, block_cuts: tuple[str, ...]) -> GraphPlan:
     return GraphPlan(
         fingerprint=graph.fingerprint,
         num_ops=len(graph.ops),
@@ -121,6 +124,8 @@ def _describe(graph: Graph, captured: Captured) -> GraphPlan:
             )
         },
         batch_norm=batch_norm_of(graph).value,
+        shared=graph.shared,
+        block_cuts=block_cuts,
         precision=None if captured.precision is None else PrecisionPlan.of(captured.precision),
     )
 
@@ -128,13 +133,15 @@ def _describe(graph: Graph, captured: Captured) -> GraphPlan:
 def strategy_of(plan: Plan, captured: Captured, num_devices: int | None = None) -> Strategy:
     """The strategy that a plan describes, on the graph it was made for; raises PlanError.
 
-    The batch norm of the captured graph is set to what the plan was made with.
+    The batch norm and the blocks of the captured graph are set to what the plan was made with.
     """
-    prepared = prepare(captured, plan.graph.batch_norm)
+    prepared, block_cuts = prepare(captured, plan.graph.batch_norm), plan.graph.block_cuts
     with at("schedule", "num_microbatches"):
-        captured, analysis, microbatches = prepared.cut(plan.schedule.num_microbatches)
+        prepared.cut(plan.schedule.num_microbatches)
+    with at("graph", "block_cuts"):
+        captured, analysis, microbatches = prepared.cut(plan.schedule.num_microbatches, block_cuts)
     graph, mesh = captured.graph, plan.device_mesh
-    _check_graph(plan, _describe(graph, captured))
+    _check_graph(plan, _describe(graph, captured, block_cuts))
     planned = mesh.repeated(plan.schedule.num_devices)
     if num_devices is not None and num_devices != planned.num_devices:
         raise refused(

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from autopar.ir.block_names import FIXED
 from autopar.plans.parallelism import DOMINANT, Shares, name_along, shares_of
 from autopar.plans.parts import ModulePlan, PlanFields
 
 _NUMBER = re.compile(r"\d+")
 MAX_WORDS = 3
+ITSELF = "the model itself"
 MOST_RUNS = 3
 
 
@@ -118,6 +120,29 @@ def _words(time_s: Counter[str]) -> str:
         return named[0][0]
     some = [word for word, seconds in named if seconds > 0.02 * total_s][:MAX_WORDS]
     return "/".join("whole" if word == "-" else word for word in some)
+
+
+def constant_ops(plan: PlanFields) -> set[str]:
+    """The ops that depend on neither inputs nor parameters: they are computed once, in the first
+    step, and have no price."""
+    return {op for module in plan.modules if module.block == FIXED for op in module.ops}
+
+
+def module_labels(modules: Sequence[ModulePlan]) -> list[str]:
+    """A label for each of these modules, with its block where another has the same name."""
+    counts = Counter(module.name for module in modules)
+    return [label_of([module], with_blocks=counts[module.name] > 1) for module in modules]
+
+
+def label_of(modules: Sequence[ModulePlan], *, with_blocks: bool) -> str:
+    """One label for modules that are alike, with their blocks if asked for.
+
+    The ops that the model itself computes, outside of all modules, have no name: their label is
+    ``the model itself, in block head``.
+    """
+    names = folded(list(dict.fromkeys(module.name or ITSELF for module in modules)))
+    blocks = folded(list(dict.fromkeys(module.block for module in modules)))
+    return f"{names}, in block {blocks}" if with_blocks or not modules[0].name else names
 
 
 def stages_of_blocks(plan: PlanFields) -> dict[str, int]:

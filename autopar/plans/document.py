@@ -32,6 +32,7 @@ from autopar.plans.schedule_plan import MAX_DEVICES
 from autopar.plans.summary import format_summary, headline, summary_page
 from autopar.plans.text import format_plan
 from autopar.plans.timeline import predicted_trace
+from autopar.pricing.step_costs import BLOCK_TIMES, StepCosts
 
 SCHEMA_VERSION = 9
 MAX_AXES = 16
@@ -83,9 +84,13 @@ class Plan(PlanFields, frozen=True):
         return f"<Plan {headline(self)}>"
 
     def _repr_html_(self) -> str:
-        from autopar.plans.figures.catalog import IN_NOTEBOOKS, page_figures  # imports matplotlib
+        return self.page()._repr_html_()
 
-        return summary_page(self, page_figures(self, IN_NOTEBOOKS))._repr_html_()
+    def page(self) -> Page:
+        """The report as a notebook shows it: the screen's tables, some figures, and all details."""
+        from autopar.plans.figures.catalog import notebook_figures  # imports matplotlib
+
+        return summary_page(self, notebook_figures(self))
 
     def figure(self, name: str) -> tuple[Any, Any]:
         """A figure and its axes, of matplotlib, neither shown nor known to ``pyplot``.
@@ -212,8 +217,13 @@ def _check_uses(plan: Plan) -> None:
 
 
 def _check_reports(plan: Plan) -> None:
-    """Raise PlanError unless runner-ups and the curve of memory can be shown."""
+    """Raise PlanError unless shared names, runner-ups and the curve of memory can be shown."""
     num_axes = len(plan.mesh.axis_names)
+    for position, names in enumerate(plan.graph.shared):
+        if len(names) < 2:
+            raise refused(
+                "what is shared has two names or more", path_of(("graph", "shared", position))
+            )
     for position, each in enumerate(plan.runner_ups):
         for field, choice in (("chosen", each.chosen), ("other", each.other)):
             with at("runner_ups", position, field):
@@ -227,6 +237,19 @@ def _check_reports(plan: Plan) -> None:
         plan.memory_curve.read()
     if plan.stage_costs is not None:
         plan.stage_costs.check()
+    if plan.step_costs is not None:
+        _check_step_costs(plan.step_costs)
+
+
+def _check_step_costs(costs: StepCosts) -> None:
+    for field in ("reduce_after_s", "update_after_s"):
+        if not 0 <= getattr(costs, field) < math.inf:
+            raise refused("it cannot be negative", path_of(("step_costs", field)))
+    for position, block in enumerate(costs.blocks):
+        for field in BLOCK_TIMES:
+            if not 0 <= getattr(block, field) < math.inf:
+                place = path_of(("step_costs", "blocks", position, field))
+                raise refused("it cannot be negative", place)
 
 
 def _check_recomputation(plan: Plan) -> None:

@@ -14,9 +14,17 @@ from autopar.base.documents import shown
 from autopar.base.errors import InputError
 from autopar.base.spelling import did_you_mean
 from autopar.base.units import format_bytes, format_seconds
-from autopar.ir.block_names import lies_in
+from autopar.ir.block_names import FIXED, lies_in
+from autopar.ir.shared_names import SharedNames
 from autopar.plans.alternatives import NO_FIT, alternatives
-from autopar.plans.blocks import folded, pattern_of, stages_of_blocks
+from autopar.plans.blocks import (
+    constant_ops,
+    folded,
+    module_labels,
+    pattern_of,
+    runs_of,
+    stages_of_blocks,
+)
 from autopar.plans.layout import Section
 from autopar.plans.page import Page
 from autopar.plans.parallelism import joined, kinds_of, kinds_of_choice, strategy_name
@@ -32,18 +40,20 @@ from autopar.plans.summary import (
 from autopar.plans.text import inputs_text
 
 MAX_ROWS = 40
+MOST_NAMES = 3
 LEAST_SHARE = 1e-4
 """A smaller share of a device's memory is not shown."""
 TIE = 1e-4
 """A difference below this share of a step is called a tie."""
 A_TIE = "a tie"
-TIES = f"{A_TIE}: the step changes by at most {TIE:.2%}, so that either would do."
+TIES = f"{A_TIE}: the step changes by at most {TIE:.2%}, so either choice is as good."
 BY_ITSELF = (
     "Each module by itself: all outside of it stays as it is. The search's prices and its estimate "
     "of memory."
 )
 NO_RUNNER_UP = "The plan keeps no other choice for it: none is possible, or it is too large."
 ALL_OF_IT = "all of it"
+ON_CONSTANTS = "which depend on neither inputs nor parameters"
 ON_ONE_DEVICE = "There is no other choice for it: its mesh is one device."
 TO_PRICE = (
     "To price another choice: autopar.plan(..., constraints=[autopar.Pin(...)]), then "
@@ -56,13 +66,15 @@ def explanation(plan: PlanFields, name: str) -> Page:
 
     Raises InputError for another name.
     """
-    modules, parameters, ops = _named(plan, name)
-    others = _runner_ups(plan, name, modules, parameters, ops)
+    names = SharedNames(plan.graph.shared)
+    modules, parameters, ops = _named(plan, name, names)
+    others = _runner_ups(plan, name, names, modules, parameters, ops)
     tables = (others, _parameters(plan, parameters), _ops(plan, ops), _times(plan, modules))
     notes = (TO_PRICE,) if others.rows else (NO_RUNNER_UP, TO_PRICE)
     if not plan.may_split:
         notes = (ON_ONE_DEVICE,)
-    facts = Section(title="", rows=_facts(plan, modules, parameters, ops), notes=notes)
+    rows = (*_other_names(name, names, modules), *_facts(plan, modules, parameters, ops))
+    facts = Section(title="", rows=rows, notes=notes)
     step = format_seconds(plan.prediction.step_time_s)
     return Page(
         headline=f"{name} in {strategy_name(plan)}, {step} a step",
@@ -70,18 +82,25 @@ def explanation(plan: PlanFields, name: str) -> Page:
     )
 
 
-def _named(plan: PlanFields, name: str) -> tuple[list[ModulePlan], list[str], list[str]]:
+def _named(
+    plan: PlanFields, name: str, names: SharedNames
+) -> tuple[list[ModulePlan], list[str], list[str]]:
     """The modules, parameters and ops that a name stands for."""
     if not isinstance(name, str):
         raise InputError(f"name is {shown(name)}; write the name of a module: 'layers.3.mlp'")
-    modules = [m for m in plan.modules if name == m.block or (name and lies_in(m.name, name))]
+    modules = [m for m in plan.modules if name == m.block or (name and names.is_in(m.name, name))]
     if modules:
-        paths = {module.name for module in modules}
-        parameters = [p for p in plan.parameters if p.rpartition(".")[0] in paths]
+        paths = {names.kept(module.name) for module in modules}
+        parameters = [p for p in plan.parameters if not paths.isdisjoint(names.owners(p))]
         return modules, parameters, [op for module in modules for op in module.ops]
-    if name in plan.parameters:
-        path = name.rpartition(".")[0]
-        return [], [name], [op for m in plan.modules if m.name == path for op in m.ops]
+    kept = names.kept(name)
+    if kept in plan.parameters:
+        owners = names.owners(kept)
+        return (
+            [],
+            [kept],
+            [op for m in plan.modules if names.kept(m.name) in owners for op in m.ops],
+        )
     inside = [module for module in plan.modules if name in module.ops]
     if inside:
         return [], [], [name]
@@ -89,6 +108,7 @@ def _named(plan: PlanFields, name: str) -> tuple[list[ModulePlan], list[str], li
         *(module.name for module in plan.modules),
         *(module.block for module in plan.modules),
         *plan.parameters,
+        *names.known(),
         *(op for module in plan.modules for op in module.ops),
     }
     raise InputError(
@@ -138,12 +158,13 @@ def _parameters(plan: PlanFields, names: list[str]) -> Section:
 
 def _ops(plan: PlanFields, names: list[str]) -> Section:
     """The dimension of its iteration space that each mesh axis splits; no rows on one device."""
-    whole = " ".join("-" * len(plan.mesh.axis_names))
+    whole, constant = " ".join("-" * len(plan.mesh.axis_names)), constant_ops(plan)
+    same = "every device computes the same"
     rows = [
         (
             name,
             plan.ops.get(name, whole),
-            "every device computes the same" if name not in plan.ops else "",
+            same + ", once" * (name in constant) if name not in plan.ops else "",
             plan.relays.get(name, ""),
         )
         for name in names
@@ -160,14 +181,14 @@ def _ops(plan: PlanFields, names: list[str]) -> Section:
 
 
 def _times(plan: PlanFields, modules: list[ModulePlan]) -> Section:
+    timed = [m for m in modules if any(getattr(m, part) for part in MODULE_TIMES)]
     rows = [
         (
-            m.name or m.block,
+            label,
             m.splits * plan.may_split,
             *(time_text(getattr(m, part)) for part in MODULE_TIMES),
         )
-        for m in modules
-        if any(getattr(m, part) for part in MODULE_TIMES)
+        for label, m in zip(module_labels(timed), timed)
     ]
     alike = _alike(rows)
     shown_rows, notes = _cut(alike)
@@ -192,20 +213,28 @@ def _times(plan: PlanFields, modules: list[ModulePlan]) -> Section:
 
 
 def _runner_ups(
-    plan: PlanFields, name: str, modules: list[ModulePlan], parameters: list[str], ops: list[str]
+    plan: PlanFields,
+    name: str,
+    names: SharedNames,
+    modules: list[ModulePlan],
+    parameters: list[str],
+    ops: list[str],
 ) -> Section:
     """The best other choice of each module, the difference in a step, and why it was not taken."""
-    owners = {parameter.rpartition(".")[0] for parameter in parameters}
-    owners |= {module.name for module in plan.modules if not set(module.ops).isdisjoint(ops)}
+    users = [module for module in plan.modules if not set(module.ops).isdisjoint(ops)]
+    owners = {module.name for module in users if module.block != FIXED}
+    if not modules:
+        owners |= {parameter.rpartition(".")[0] for parameter in parameters}
+    inside_of = "" if names.others(name) else name  # of a shared module all names are whole
     found, least_bytes = [], LEAST_SHARE * plan.cluster.usable_memory_bytes
     for each in plan.runner_ups:
-        inside = [path for path in each.modules if lies_in(path, name)] if modules else []
+        inside = [path for path in each.modules if names.is_in(path, name)] if modules else []
         inside = inside or [path for path in each.modules if path in owners]
         if not inside:
             continue
         depth = min(path.count(".") for path in inside), inside != [name]
         row = (
-            _within(name, inside),
+            _within(inside_of, inside),
             choice_text(plan, each.chosen),
             choice_text(plan, each.other, each.chosen),
             signed(each.difference_s, format_seconds),
@@ -230,12 +259,12 @@ def _runner_ups(
 
 
 def _within(name: str, paths: Sequence[str]) -> str:
-    """One label for modules in the module ``name``, without its name: ``.mlp.c_fc``."""
+    """One label for modules in the module ``name``, if any, without its name: ``.mlp.c_fc``."""
     if list(paths) == [name]:
         return ALL_OF_IT
-    if all(lies_in(path, name) and path != name for path in paths):
+    if name and all(lies_in(path, name) and path != name for path in paths):
         return "." + folded([path.removeprefix(f"{name}.") for path in paths])
-    return folded([path.removeprefix(name) if lies_in(path, name) else path for path in paths])
+    return folded(paths)
 
 
 def choice_text(plan: PlanFields, choice: ModuleChoice, before: ModuleChoice | None = None) -> str:
@@ -267,15 +296,28 @@ def why(plan: PlanFields, each: RunnerUp) -> str:
     return "slower" if each.difference_s > 0 else "faster by itself"
 
 
+def _other_names(name: str, names: SharedNames, modules: list[ModulePlan]) -> list[tuple[str, str]]:
+    """The other names of a shared module or parameter."""
+    others = names.others(name)
+    if not others:
+        return []
+    what = "module" if modules else "parameter"
+    listed = others if len(others) <= MOST_NAMES else runs_of(others)
+    return [("shared", f"one {what}, also named {', '.join(listed)}")]
+
+
 def _facts(
     plan: PlanFields, modules: list[ModulePlan], parameters: list[str], ops: list[str]
 ) -> tuple[tuple[str, str], ...]:
     """Blocks, stage, recomputation, compiled graphs and memory."""
     rows = []
     used = modules or [m for m in plan.modules if not set(m.ops).isdisjoint(ops)]
-    blocks = list(dict.fromkeys(module.block for module in used))
+    blocks = list(dict.fromkeys(module.block for module in used if module.block != FIXED))
     if blocks:
         rows.append(("block", folded(blocks)))
+    constant = constant_ops(plan).intersection(ops)
+    if constant:
+        rows.append(("computed once", f"{counted(len(constant), 'op')}, {ON_CONSTANTS}"))
     if plan.is_pipeline and blocks:
         stage_of = stages_of_blocks(plan)
         stages = sorted({stage_of[block] for block in blocks})

@@ -15,9 +15,10 @@ from autopar.base.units import nine_digits
 from autopar.ir.graph import Op, Value, ValueKind
 from autopar.ir.placement import format_placements
 from autopar.plans.parts import ModulePlan, ParameterUse
-from autopar.pricing.block_times import block_of_ops, fetch_s
+from autopar.pricing.block_times import fetch_s
 from autopar.pricing.candidate import Candidate
-from autopar.pricing.problem import NodeKind
+from autopar.pricing.nodes import NodeKind
+from autopar.pricing.readers import block_of_ops
 from autopar.pricing.tables import OpTable, reads_back
 from autopar.sharding.strategy import Strategy
 

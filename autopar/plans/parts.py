@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import re
 from dataclasses import asdict
 from functools import cached_property
-from typing import Literal, NamedTuple, Self
+from typing import Literal, Self
 
 import msgspec
 
-from autopar.base.documents import path_of, shown
+from autopar.base.documents import path_of
 from autopar.base.errors import InputError, MovementError
 from autopar.cost_models import Cluster
 from autopar.ir.choice import EXPERTS, ROWS_AND_EXPERTS
@@ -19,13 +18,12 @@ from autopar.ir.precision import Precision
 from autopar.ir.recomputation import BlockRecomputation, Recomputation
 from autopar.ir.update import Update
 from autopar.movement.plan import MovementFields, MovementPlan
+from autopar.plans.predicted import MemoryCurve, Prediction
 from autopar.plans.refusals import refused
 from autopar.plans.schedule_plan import SchedulePlan
 from autopar.plans.search_trace import SearchTrace
 from autopar.plans.stage_costs import StageCosts
-
-_WHOLE = re.compile(r"[0-9]{1,18}")
-_DECIMAL = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?(e-?[0-9]{1,2})?")
+from autopar.pricing.step_costs import StepCosts
 
 
 class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -97,7 +95,9 @@ class GraphPlan(_Struct, frozen=True):
     """The graph that a plan was made for, identified by ``fingerprint``.
 
     ``batch_norm``: which statistics it trains with, see `autopar.passes.batch_norm`. ``precision``:
-    its mixed precision, None if it computes in the model's own dtypes.
+    its mixed precision, None if it computes in the model's own dtypes. ``shared``: the names of
+    each module and parameter that has several, the one that the plan uses first. ``block_cuts``:
+    the modules inside blocks in front of which these are divided, so that a stage can begin there.
     """
 
     fingerprint: str
@@ -107,99 +107,8 @@ class GraphPlan(_Struct, frozen=True):
     inputs: dict[str, str]
     batch_norm: Literal["global", "local"]
     precision: PrecisionPlan | None = None
-
-
-class Prediction(_Struct, frozen=True):
-    """The cost model's prediction of one training step on one device.
-
-    Prices. ``sources`` counts the ops by the source of their price, ``num_noisy`` those priced from
-    a noisy measurement. ``unpriced`` maps the operators that no cost model covers, priced by their
-    memory traffic, to the reason. ``analytical_factor`` is the factor by which analytical prices
-    may be off in either direction: the median, weighted by time, of the stated errors of the op
-    families (None if every op is measured). ``communication_source`` is the weakest source among
-    the plan's collectives and the messages between its stages (none without communication),
-    ``update_source`` that of the updates (none without training); ``communication_is_noisy`` says
-    that the measurement of a collective used is noisy. Copies of inputs are priced analytically.
-
-    Times. ``communication_s`` is exposed communication, ``hidden_s`` overlapped communication,
-    ``copies_s`` casts and copies that redistributions make on the device itself (see
-    `autopar.pricing.step_time`). A pipeline's step is simulated: its other times are those of
-    ``pipeline_rank``, the one that computes most, and ``bubble_share`` is the idle fraction of all
-    devices.
-
-    Memory is counted over the lowered graphs, with ``num_optimizer_states`` state tensors per
-    parameter. ``resident_bytes`` (on CPUs) is the growth of the process: the tensors, memory that
-    the allocator retains, and libraries.
-
-    Utilisation. ``model_flops`` are defined in `autopar.pricing.utilisation`;
-    ``model_flops_utilisation`` is their rate as a fraction of all devices' peak. ``tokens_per_s``
-    is None without token ids.
-    """
-
-    step_time_s: float
-    forward_s: float
-    backward_s: float
-    communication_s: float
-    update_s: float
-    sources: dict[str, int]
-    communication_source: str
-    unpriced: dict[str, str]
-    memory_bytes: dict[str, int]
-    memory_peak_at: str
-    hidden_s: float = 0.0
-    copies_s: float = 0.0
-    pipeline_rank: int = 0
-    bubble_share: float = 0.0
-    resident_bytes: int | None = None
-    model_flops: int = 0
-    model_flops_utilisation: float = 0.0
-    samples_per_s: float = 0.0
-    tokens_per_s: float | None = None
-    analytical_factor: float | None = None
-    num_noisy: int = 0
-    communication_is_noisy: bool = False
-    update_source: str = "analytical"
-    num_optimizer_states: int = 2
-
-
-class CurvePoint(NamedTuple):
-    """The bytes of each category from ``start_s`` on, at a place such as ``I`` and a block."""
-
-    start_s: float
-    size_bytes: tuple[int, ...]
-    place: str
-
-
-class MemoryCurve(_Struct, frozen=True):
-    """The memory of a device over a step, on the pipeline rank that needs most; see
-    `autopar.plans.memory_curve`.
-
-    Each of the ``points`` is a text, so that it is one line of JSON: the seconds of computation
-    since the start of the step, the bytes of each of the ``categories``, and the place. The step
-    ends at ``end_s``. ``num_left_out`` micro-batches, which repeat those before them, are left out.
-    """
-
-    categories: tuple[str, ...]
-    points: tuple[str, ...]
-    end_s: float
-    num_left_out: int = 0
-
-    def read(self) -> tuple[CurvePoint, ...]:
-        """The points in order; raises PlanError with the JSON path of one that is none."""
-        found: list[CurvePoint] = []
-        for position, text in enumerate(self.points):
-            start, *sizes = text.split(" ", len(self.categories) + 1)
-            place = sizes.pop() if len(sizes) > len(self.categories) else ""
-            earlier_s = found[-1].start_s if found else 0.0
-            is_read = _DECIMAL.fullmatch(start) and all(map(_WHOLE.fullmatch, sizes)) and place
-            if not is_read or not earlier_s <= float(start) <= self.end_s:
-                raise refused(
-                    f"{shown(text)} is no moment; write seconds that ascend, the bytes of the "
-                    f"{len(self.categories)} categories, and the place",
-                    path_of(("memory_curve", "points", position)),
-                )
-            found.append(CurvePoint(float(start), tuple(map(int, sizes)), place))
-        return tuple(found)
+    shared: tuple[tuple[str, ...], ...] = ()
+    block_cuts: tuple[str, ...] = ()
 
 
 class KnownStrategy(_Struct, frozen=True):
@@ -217,8 +126,9 @@ class KnownStrategy(_Struct, frozen=True):
 class SearchReport(_Struct, frozen=True):
     """How close to optimal the plan is proved to be, and the alternatives considered.
 
-    ``gap``: relative distance between the sum of the plan's prices and a lower bound. ``bound_s``:
-    a lower bound on the time of a step at these prices, however much communication is overlapped.
+    ``bound_s``: a lower bound on the time of a step at these prices, however much communication is
+    overlapped. ``gap``: relative distance of the step from it; in a pipeline, and where memory
+    limits the sharding, of the sum of prices that was searched from its own lower bound.
     ``estimated_bytes`` is the plan's memory estimated node by node, as for ``baselines``, to be
     compared with theirs. ``considered`` maps each mesh to the time of its best strategy in seconds,
     ``baselines`` the known strategies to theirs (for a pipeline, the schedules of other systems,
@@ -406,8 +316,8 @@ class PlanFields(_Struct, frozen=True, dict=True):
     ``kernels`` only those of which graphs are compiled or were considered. ``offload`` is None if
     nothing moves to the host. ``uses`` has an entry for every parameter, ``modules`` one for every
     module of every block, ``runner_ups`` one for those with another choice. ``stage_costs`` is what
-    a pipeline's step was simulated with. Reports read them and ``memory_curve``; nothing is
-    executed by them.
+    a pipeline's step was simulated with, ``step_costs`` what another step is the sum of. Reports
+    read them and ``memory_curve``; nothing is executed by them.
     """
 
     schema_version: int
@@ -433,6 +343,7 @@ class PlanFields(_Struct, frozen=True, dict=True):
     runner_ups: tuple[RunnerUp, ...] = ()
     memory_curve: MemoryCurve | None = None
     stage_costs: StageCosts | None = None
+    step_costs: StepCosts | None = None
 
     @property
     def search_trace(self) -> SearchTrace:

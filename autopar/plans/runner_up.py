@@ -22,8 +22,9 @@ from autopar.ir.placement import format_placements
 from autopar.plans.modules import split_words
 from autopar.plans.parts import ModuleChoice, RunnerUp
 from autopar.pricing.candidate import Candidate
+from autopar.pricing.exposed_shares import exposure_of
 from autopar.pricing.moves import Array
-from autopar.pricing.problem import NodeKind
+from autopar.pricing.nodes import NodeKind
 from autopar.pricing.tables import OpTable
 from autopar.search.elimination import best_program
 from autopar.search.problem import Edge
@@ -59,8 +60,11 @@ class _RunnerUps:
     def __init__(self, best: Candidate, costs: Sequence[Array]) -> None:
         self.best, self.priced, self.costs = best, best.priced, costs
         self.picks = best.solution.assignment
+        exposed = best.exposed
+        if exposed.weighs_computation:  # a price for a bound, by which some computation is free
+            exposed = exposure_of(best)
         problem = best.priced.problem(
-            costs, exposed=best.exposed, released=bool(best.released),
+            costs, exposed=exposed, released=bool(best.released),
             scattered=bool(best.scattered),
         )  # fmt: skip
         self.edges = problem.edge_costs

@@ -16,15 +16,17 @@ from autopar.plans.alternatives import (
     alternatives_section,
     fastest_known,
 )
-from autopar.plans.blocks import BlockGroup, block_groups, runs_of
+from autopar.plans.blocks import BlockGroup, block_groups, constant_ops, runs_of
 from autopar.plans.layout import WIDTH, Section, shortened, text_lines
 from autopar.plans.page import Page
 from autopar.plans.parallelism import MEANING, strategy_name
 from autopar.plans.parts import PlanFields
 from autopar.plans.text import (
+    CONSTANT,
     early_text,
     inputs_text,
     order_text,
+    peak_text,
     place_text,
     plan_sections,
     streams_text,
@@ -32,8 +34,9 @@ from autopar.plans.text import (
 )
 
 LINES = 40
+DETAIL_LINES = 2
 BLOCK_ROWS, LEAST_ALTERNATIVES, MOST_ALTERNATIVES = 7, 3, 9
-_NONE_FITS = "; no known strategy fits as it is"
+_NONE_FITS = "; no known strategy fits"
 LEAST_S = 5e-8  # shorter times are not shown
 REDISTRIBUTION = "redistribution"
 """The column of the times of all redistributions: communication, and casts and copies."""
@@ -56,8 +59,7 @@ def _headline(plan: PlanFields, name: str) -> str:
     p = plan.prediction
     parts = [name, f"{format_seconds(p.step_time_s)} a step"]
     if p.model_flops_utilisation:
-        digits = 0 if p.model_flops_utilisation > 0.1 else 1
-        parts.append(f"{p.model_flops_utilisation:.{digits}%} MFU")
+        parts.append(_mfu(plan))
     parts.append(_memory_of_all(plan))
     known = fastest_known(plan)
     if known is None:
@@ -73,6 +75,11 @@ def _headline(plan: PlanFields, name: str) -> str:
     elif name.startswith(f"{other} over "):
         beside = f"{ratio} as fast as plain {other}"
     return f"{', '.join(parts)}; {beside}"
+
+
+def _mfu(plan: PlanFields) -> str:
+    used = plan.prediction.model_flops_utilisation
+    return f"{used:.{0 if used > 0.1 else 1}%} MFU"
 
 
 def _memory_of_all(plan: PlanFields) -> str:
@@ -108,7 +115,7 @@ def summary_sections(plan: PlanFields) -> list[Section]:
     ]
     used = 2 + sum(len(text_lines(section)) for section in first)
     last = Section(title="", notes=(DETAILS,))
-    rows = LINES - used - len(text_lines(last)) - 2  # the table's title and header
+    rows = LINES - used - DETAIL_LINES - 2  # the table's title and header
     for num in range(min(rows, MOST_ALTERNATIVES), LEAST_ALTERNATIVES, -1):
         table = alternatives_section(plan, num)
         if len(text_lines(table)) <= rows + 2:
@@ -215,12 +222,15 @@ def _step(plan: PlanFields) -> tuple[tuple[str, str], ...]:
     }
     moves = [f"{format_seconds(time_s)} {kind}" for kind, time_s in moved.items() if time_s]
     bubble = [("bubble", f"{p.bubble_share:.1%} of all devices")] if plan.is_pipeline else []
+    total = f"{format_seconds(p.step_time_s)}, {throughput_text(plan)}"
+    if p.model_flops_utilisation:
+        total += f", {_mfu(plan)}{peak_text(plan)}"
     return (
-        ("total", f"{format_seconds(p.step_time_s)}, {throughput_text(plan)}"),
+        ("total", total),
         ("computation", compute),
         ("communication", ", ".join(moves) or "none"),
         *bubble,
-        ("prices", _cut(_sources(plan), 2)),
+        ("prices", _cut(_sources(plan), 3)),
     )
 
 
@@ -231,6 +241,9 @@ def _sources(plan: PlanFields) -> str:
         text += f" ({p.num_noisy} noisy)"
     if p.analytical_factor is not None:
         text += f", which may be off by {p.analytical_factor:.3g}x"
+    constant = len(constant_ops(plan))
+    if constant:
+        text += f", and {constant} {CONSTANT}"
     text += f"; communication {p.communication_source}" + " (noisy)" * p.communication_is_noisy
     if p.unpriced:
         text += f"; {counted(len(p.unpriced), 'operator')} without a cost model"

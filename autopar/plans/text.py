@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 
 from autopar.base.units import format_bytes, format_seconds
 from autopar.cost_models.allocator import device_bytes
+from autopar.plans.blocks import constant_ops
 from autopar.plans.layout import WIDTH, Section, text_lines
-from autopar.plans.parts import KernelPlan, OffloadPlan, PlanFields, Prediction, UpdatePlan
+from autopar.plans.parts import KernelPlan, OffloadPlan, PlanFields, UpdatePlan
+from autopar.plans.predicted import Prediction
 from autopar.plans.schedule_plan import SchedulePlan
 from autopar.plans.strategy_names import (
     ALONG_DATA,
@@ -20,6 +23,10 @@ from autopar.plans.strategy_names import (
 from autopar.schedules.runnable import uses_side_stream
 
 MAX_ROWS = 14
+NEARLY_ALL = 0.995
+_UNITS = {"tensor_float32": "TF32"}
+CONSTANT = "constant (computed once)"
+"""The ops that depend on neither inputs nor parameters, which have no price."""
 _GRAPHS = {
     "F": "in the forward pass of",
     "I": "in the backward pass of",
@@ -171,6 +178,9 @@ def _devices(schedule: SchedulePlan) -> str:
 def _times(plan: PlanFields) -> Rows:
     p = plan.prediction
     sources = ", ".join(f"{count} {name}" for name, count in p.sources.items())
+    constant = len(constant_ops(plan))
+    if constant:
+        sources += f", {constant} {CONSTANT}"
     if p.num_noisy:
         sources += f"; {p.num_noisy} noisy"
     return [
@@ -178,7 +188,7 @@ def _times(plan: PlanFields) -> Rows:
         ("throughput", throughput_text(plan)),
         (
             "model FLOPs",
-            f"{p.model_flops:.3g} a step: {p.model_flops_utilisation:.1%} of the devices' peak",
+            f"{p.model_flops:.3g} a step: {p.model_flops_utilisation:.1%} MFU{peak_text(plan)}",
         ),
         *([("parts of", plan.busiest_rank)] if plan.busiest_rank else []),
         ("forward", format_seconds(p.forward_s)),
@@ -212,6 +222,27 @@ def throughput_text(plan: PlanFields) -> str:
     if p.tokens_per_s is not None:
         texts.insert(0, f"{p.tokens_per_s:,.0f} tokens/s")
     return ", ".join(texts)
+
+
+def peak_text(plan: PlanFields) -> str:
+    """`` of 989.4 TFLOP/s (bfloat16)``: the peak of a device that an MFU is a share of, and the
+    precisions of the model's products; empty where they are not known."""
+    p = plan.prediction
+    if not (p.flops_shares and p.model_flops and p.model_flops_utilisation):
+        return ""
+    devices_s = p.step_time_s * plan.cluster.num_devices
+    peak = p.model_flops / (p.model_flops_utilisation * devices_s)
+    number, unit = (peak / 1e12, "TFLOP/s") if peak >= 1e12 else (peak / 1e9, "GFLOP/s")
+    precisions = _precisions({_UNITS.get(name, name): x for name, x in p.flops_shares.items()})
+    mean = " on average" * bool(plan.cluster.islands)
+    return f" of {number:,.4g} {unit}{mean} ({precisions})"
+
+
+def _precisions(shares: Mapping[str, float]) -> str:
+    name, most = max(shares.items(), key=itemgetter(1))
+    if len(shares) == 1 or most >= NEARLY_ALL:
+        return "nearly all " * (len(shares) > 1) + name
+    return ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
 
 
 def _memory(plan: PlanFields) -> Rows:
@@ -314,9 +345,11 @@ def _placements(plan: PlanFields) -> Rows:
 
 
 def _choices(plan: PlanFields) -> Rows:
-    redundant = plan.graph.num_ops - len(plan.ops)
+    constant = len(constant_ops(plan))
+    redundant = plan.graph.num_ops - len(plan.ops) - constant
     rows = _counted(list(plan.ops.values()))
-    return [*rows, ("computed on every device", str(redundant))]
+    rows += [(CONSTANT, str(constant))] if constant else []
+    return [*rows, *([("computed on every device", str(redundant))] if redundant else [])]
 
 
 def _redundant(plan: PlanFields) -> Rows:

@@ -7,18 +7,19 @@ the seconds of its update and of moving its gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.ir.graph import Graph, ValueKind
 from autopar.ir.placement import is_reduce_scattered
 from autopar.pricing.moves import Array
-from autopar.pricing.problem import Moved, NodeKind, PricedGraph
+from autopar.pricing.nodes import Home, home_of_edge
+from autopar.pricing.problem import Moved, PricedGraph, node_homes
+from autopar.pricing.readers import block_of_ops
 from autopar.pricing.tables import OpTable, Pricing, reads_back
 from autopar.search.lookup import Lookup, PairLookup, Places
-from autopar.sharding.strategy import Analysis, Strategy
+from autopar.sharding.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +95,7 @@ class _Fetch:
 class _Costs:
     """The costs of all choices of a problem, laid out for sums by block and by parameter.
 
-    A home is where a cost belongs: the name of a block, or the index of a parameter. Op nodes come
-    before all others.
+    Op nodes come before all others.
     """
 
     def __init__(self, priced: PricedGraph) -> None:
@@ -103,12 +103,7 @@ class _Costs:
         self.analysis = priced.pricing.analysis
         self.block_of = block_of_ops(self.analysis.graph)
         self.names = [block.name for block in self.analysis.graph.blocks]
-        self.homes: list[str | int] = [
-            self.block_of[node.index]
-            if node.kind is NodeKind.OP
-            else _home_of_value(self.analysis, node.index, self.block_of)
-            for node in priced.nodes
-        ]
+        self.homes = priced.derived(node_homes)
         self._lay_out_nodes()
         self._lay_out_edges()
         self.fetches: dict[int, _Fetch] = {}
@@ -141,7 +136,7 @@ class _Costs:
     def _lay_out_edges(self) -> None:
         nodes, edges = self.priced.nodes, self.priced.edges
         homes = [
-            _home_of_edge((self.homes[i], self.homes[j]), (nodes[i].kind, nodes[j].kind))
+            home_of_edge((self.homes[i], self.homes[j]), (nodes[i].kind, nodes[j].kind))
             for i, j in edges
         ]
         self.moves = PairLookup(edges)
@@ -149,7 +144,7 @@ class _Costs:
         self.moved = [(e, home) for e, home in enumerate(homes) if isinstance(home, int)]
         self.read = {home for _, home in self.moved if home in self.analysis.consumers}
 
-    def _places(self, homes: Sequence[str | int]) -> Places:
+    def _places(self, homes: Sequence[Home]) -> Places:
         """The numbers of the blocks that are homes; all parameters are in one place behind them."""
         numbers = {name: number for number, name in enumerate(self.names)}
         places = [numbers[home] if isinstance(home, str) else len(numbers) for home in homes]
@@ -239,33 +234,3 @@ def fetch_s(pricing: Pricing, strategy: Strategy, parameter: int) -> float:
     value = strategy.graph.values[parameter]
     supply, interface = strategy.supply(value), strategy.interface(value)
     return pricing.moves.price(value, supply, interface, stored=True).forward_s
-
-
-def _home_of_edge(homes: Sequence[str | int], kinds: Sequence[NodeKind]) -> str | int:
-    """The end of a redistribution that pays for it: a parameter, else the op that needs it."""
-    parameters = [home for home in homes if isinstance(home, int)]
-    ops = [home for home, kind in zip(homes, kinds) if kind is NodeKind.OP]
-    return (parameters or ops or homes)[-1]
-
-
-def block_of_ops(graph: Graph) -> dict[int, str]:
-    return {op.index: block.name for block in graph.blocks for op in graph.block_ops(block)}
-
-
-def reading_blocks(analysis: Analysis) -> dict[int, tuple[str, ...]]:
-    """The blocks that read each parameter, in the order of their ops."""
-    block_of = block_of_ops(analysis.graph)
-    return {
-        parameter.index: tuple(
-            block_of[op] for op, _ in analysis.consumers.get(parameter.index, ())
-        )
-        for parameter in analysis.graph.parameters
-    }
-
-
-def _home_of_value(analysis: Analysis, index: int, block_of: Mapping[int, str]) -> str | int:
-    """The block that makes or first reads a value; for a parameter, its index."""
-    if analysis.graph.values[index].kind is ValueKind.PARAMETER:
-        return index
-    uses = (analysis.producers.get(index, (0, 0)), *analysis.consumers.get(index, ()))
-    return block_of[uses[0][0] if index in analysis.producers else uses[-1][0]]

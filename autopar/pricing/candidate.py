@@ -10,6 +10,7 @@ from autopar.cost_models import Cluster
 from autopar.ir.mesh import Mesh
 from autopar.ir.recomputation import NOTHING, Recomputation
 from autopar.pricing.block_times import BlockTimes, StrategyTimes, strategy_times
+from autopar.pricing.exposure import ALL_EXPOSED, Exposure
 from autopar.pricing.islands import on_islands
 from autopar.pricing.problem import WHOLE, PricedGraph, Residence
 from autopar.search import Solution
@@ -20,7 +21,7 @@ from autopar.sharding.strategy import Strategy
 class Candidate:
     """The best strategy on one mesh under the constraints of a search.
 
-    ``exposed``: the fraction of the parameters' communication that the search counted as exposed.
+    ``exposed``: the fractions of the parameters' communication that the search counted as exposed.
     The solution's cost is by that price, unlike the time of a step (`autopar.pricing.step_time`).
     ``released``: the parameters that, where they are gathered, are released after each pass;
     ``scattered``: those whose gradients, where they are reduce-scattered, are so in every
@@ -29,7 +30,7 @@ class Candidate:
 
     priced: PricedGraph
     solution: Solution
-    exposed: float = 1.0
+    exposed: Exposure = ALL_EXPOSED
     recomputation: Recomputation = NOTHING
     released: frozenset[int] = frozenset()
     scattered: frozenset[int] = frozenset()

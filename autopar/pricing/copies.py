@@ -10,9 +10,10 @@ from collections.abc import Mapping
 
 from autopar.ir.graph import ValueKind
 from autopar.ir.placement import is_reduce_scattered
-from autopar.pricing.block_times import block_of_ops
 from autopar.pricing.candidate import Candidate
-from autopar.pricing.problem import Moved, NodeKind
+from autopar.pricing.nodes import NodeKind
+from autopar.pricing.problem import Moved
+from autopar.pricing.readers import block_of_ops
 from autopar.pricing.tables import reads_back
 
 

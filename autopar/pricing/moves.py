@@ -121,11 +121,12 @@ class Moves:
         num_joined: int = 1,
         num_gathers: int = 1,
         num_scatters: int = 1,
+        exposed: tuple[float, float] = (1.0, 1.0),
     ) -> Array:
         """Seconds of redistributing ``value``, ``[choices of source, choices of target]``."""
         dtypes = value.dtype, value.mixed
         what = (value.shape, dtypes, value.differentiable, self.num_parts(value))
-        key = (what, stored, num_joined, num_gathers, num_scatters, source, target)
+        key = (what, stored, num_joined, num_gathers, num_scatters, exposed, source, target)
         if key not in self._matrices:
             small = np.array(
                 [
@@ -138,6 +139,7 @@ class Moves:
                             num_joined=num_joined,
                             num_gathers=num_gathers,
                             num_scatters=num_scatters,
+                            exposed=exposed,
                         )
                         for t in target.distinct
                     ]
@@ -157,18 +159,20 @@ class Moves:
         num_joined: int = 1,
         num_gathers: int = 1,
         num_scatters: int = 1,
+        exposed: tuple[float, float] = (1.0, 1.0),
     ) -> float:
         """Seconds per step of a redistribution, forward and (where a gradient flows) backward.
 
         ``stored``: from a parameter's stored placement, ``num_gathers`` times per step; its
         gradient is moved there once, or ``num_scatters`` times if it is reduce-scattered.
+        ``exposed``: the fractions of both that count.
         """
         price = self.price(value, source, target, stored=stored, num_joined=num_joined)
         num = self.num_microbatches
         there, back = num, num
         if stored:
             there, back = num_gathers, num_scatters if is_reduce_scattered(source, target) else 1
-        return there * price.forward_s + back * price.backward_s
+        return exposed[0] * there * price.forward_s + exposed[1] * back * price.backward_s
 
     def price(
         self,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,30 +19,17 @@ from autopar.cost_models.estimate import Estimate
 from autopar.ir.choice import Choice
 from autopar.ir.graph import Value, ValueKind
 from autopar.ir.placement import Placements, R
+from autopar.pricing.exposure import ALL_EXPOSED, Exposure
 from autopar.pricing.moves import Array, PlacementTable
 from autopar.pricing.node_memory import NodeBytes, NodeMemory
+from autopar.pricing.nodes import Home, Node, NodeKind, homes_of
+from autopar.pricing.readers import first_and_last_readers
 from autopar.pricing.tables import OpTable, Pricing, ValueTable
+from autopar.pricing.weighted import Weighing
 from autopar.search import Problem
 from autopar.sharding.strategy import Assignment, Strategy
 
 _T = TypeVar("_T")
-
-
-class NodeKind(StrEnum):
-    """The kinds of decision."""
-
-    OP = "op"
-    STORED = "stored"
-    RELAY = "relay"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
-    """One decision: an op's choice, or a value's stored or relay placement."""
-
-    kind: NodeKind
-    index: int
-    name: str
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -121,7 +107,7 @@ class PricedGraph:
         self,
         costs: Sequence[Array] | None = None,
         budget_bytes: float | None = None,
-        exposed: float = 1.0,
+        exposed: Exposure = ALL_EXPOSED,
         residence: Residence = WHOLE,
         *,
         released: bool = False,
@@ -129,16 +115,20 @@ class PricedGraph:
     ) -> Problem:
         """The numbers for the search.
 
-        Optionally with other node costs, within a memory budget, with only the fraction
-        ``exposed`` of the parameters' communication, or with all gathered parameters ``released``
-        after each pass, and all gradients that can be ``scattered`` in every micro-batch.
+        Optionally with other node costs, within a memory budget, with only what is ``exposed`` of
+        the blocks' times, or with all gathered parameters ``released`` after each pass, and all
+        gradients that can be ``scattered`` in every micro-batch.
         """
-        edges = self.edges
-        if released or scattered:
-            edges = self._with_passes(released=released, scattered=scattered)
+        edges, costs = self.edges, self.costs if costs is None else costs
+        if released or scattered or exposed.of_blocks:
+            edges = self._with_passes(exposed, released=released, scattered=scattered)
+        if exposed.weighs_computation:
+            homes = self.derived(node_homes)
+            weighing = Weighing(self.pricing.graph, self.nodes, homes, self.tables, exposed)
+            costs, edges = weighing.costs(costs, self.costs), weighing.edges(edges)
         return Problem(
-            self.costs if costs is None else costs,
-            edges if exposed == 1.0 else self._with_hidden(edges, exposed),
+            costs,
+            edges,
             None
             if budget_bytes is None
             else self.memory(residence, released=released, scattered=scattered),
@@ -146,20 +136,28 @@ class PricedGraph:
             node_names=[f"{node.kind} {node.name} {node.index}" for node in self.nodes],
         )
 
-    def _with_passes(self, *, released: bool, scattered: bool) -> dict[tuple[int, int], Array]:
-        """The edges with parameters gathered, or their gradients scattered, for every pass; equal
-        ones still share one array."""
+    def _with_passes(
+        self, exposed: Exposure, *, released: bool, scattered: bool
+    ) -> dict[tuple[int, int], Array]:
+        """The edges with parameters gathered, or their gradients scattered, for every pass, and the
+        exposed fraction of each; equal ones still share one array."""
         edges, transposed = dict(self.edges), dict[int, Array]()
+        of_parameter = self.pricing.analysis.derived(first_and_last_readers)
         for move in self.moves:
             if not move.stored or move.target is None:
                 continue
+            first, last = of_parameter.get(move.value.index, (None, None))
+            here, there = exposed.of(first), exposed.of(last)
             num = self.pricing.num_gathers(move.value, released=released)
             num_scatters = self.pricing.num_microbatches if scattered else 1
-            if num == num_scatters == 1:
+            gathers = here.gathers
+            if num > self.pricing.num_microbatches:  # as many for the backward pass
+                gathers = (gathers + there.gathers_back) / 2
+            if num == num_scatters == 1 and gathers == here.reductions == 1.0:
                 continue
             matrix = self.pricing.moves.matrix(
                 move.value, move.supplies, move.needs, stored=True, num_gathers=num,
-                num_scatters=num_scatters,
+                num_scatters=num_scatters, exposed=(gathers, here.reductions),
             )  # fmt: skip
             if move.source > move.target:
                 turned = transposed.setdefault(id(matrix), np.ascontiguousarray(matrix.T))
@@ -167,18 +165,6 @@ class PricedGraph:
             else:
                 edges[move.source, move.target] = matrix
         return edges
-
-    def _with_hidden(
-        self, edges: dict[tuple[int, int], Array], exposed: float
-    ) -> dict[tuple[int, int], Array]:
-        """The edges with those of stored values scaled; equal ones still share one array."""
-        scaled: dict[int, Array] = {}
-        found = {}
-        for (i, j), matrix in edges.items():
-            if NodeKind.STORED in (self.nodes[i].kind, self.nodes[j].kind):
-                matrix = scaled.setdefault(id(matrix), exposed * matrix)
-            found[i, j] = matrix
-        return found
 
     def parameters(self) -> frozenset[int]:
         """The parameters that have a stored placement."""
@@ -231,6 +217,11 @@ class PricedGraph:
             )
             if price.collectives is not None:
                 yield price.collectives
+
+
+def node_homes(priced: PricedGraph) -> list[Home]:
+    """The homes of all decisions."""
+    return homes_of(priced.pricing.analysis, priced.nodes)
 
 
 def price_graph(pricing: Pricing) -> PricedGraph:

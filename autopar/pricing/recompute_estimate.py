@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 from autopar.ir.placement import Placements, R
 from autopar.ir.recomputation import BlockRecomputation, Recomputation
-from autopar.pricing.block_times import block_of_ops
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.node_memory import NodeMemory
 from autopar.pricing.problem import Residence
+from autopar.pricing.readers import block_of_ops
 from autopar.pricing.tables import OpTable
 
 

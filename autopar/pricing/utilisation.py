@@ -10,10 +10,12 @@ counts in full.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.cost_models import CostError, DeviceSpec, OpCall
-from autopar.cost_models.compute import is_product, peak_flops_per_s
+from autopar.cost_models.compute import is_product, matrix_units, peak_flops_per_s
 from autopar.cost_models.op_work import work
 from autopar.cost_models.work import Family
 from autopar.ir.choice import Choice
@@ -30,10 +32,12 @@ _WHOLE = Choice((None,))
 class ModelWork:
     """The work of a step over the whole batch; ``num_tokens`` is 0 without token ids.
 
-    ``peak_s``: its seconds on one device at peak rate.
+    ``peak_s``: its seconds on one device at peak rate. ``flops_of_units``: its operations by the
+    field of `PeakFlops` with the rate of the units that they run on.
     """
 
     flops: int
+    flops_of_units: Mapping[str, int]
     peak_s: float
     num_samples: int
     num_tokens: int
@@ -53,7 +57,7 @@ def counted_calls(analysis: Analysis) -> list[tuple[OpCall, int]]:
 
 def model_work(analysis: Analysis, device: DeviceSpec) -> ModelWork:
     """The work of a step, independent of the strategy; see the module's docstring."""
-    total, peak_s = 0, 0.0
+    flops_of, peak_s = Counter[str](), 0.0
     for call, count in counted_calls(analysis):
         try:
             todo = work(call)
@@ -65,10 +69,11 @@ def model_work(analysis: Analysis, device: DeviceSpec) -> ModelWork:
         if todo.family is Family.ATTENTION and backward:
             backward = 2 * todo.forward.flops
         flops = count * (todo.forward.flops + backward)
-        total += flops
+        flops_of[matrix_units(todo, device)] += flops
         peak_s += flops / peak_flops_per_s(todo, device)
     return ModelWork(
-        flops=total,
+        flops=flops_of.total(),
+        flops_of_units=flops_of,
         peak_s=peak_s,
         num_samples=analysis.batch_size,
         num_tokens=_num_tokens(analysis),

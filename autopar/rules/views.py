@@ -277,11 +277,18 @@ def complex_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | 
 @register(
     "aten.cat.default", "aten.concat.default", "aten.concatenate.default", keeps=KEEPS_NOTHING
 )
-def cat_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+def cat_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space:
+    """All dimensions are free but the joined one; torch skips operands of shape ``(0,)``."""
     dim = op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("dim", 0)
-    if any(len(v.shape) != len(inputs[0].shape) for v in inputs):
-        return None
-    return _one_dim_apart(inputs, outputs, dim % len(inputs[0].shape), is_linear=True)
+    joined = [i for i, value in enumerate(inputs) if value.shape != (0,)] or range(len(inputs))
+    used = [inputs[i] for i in joined]
+    space = _one_dim_apart(used, outputs, dim % len(used[0].shape), is_linear=True)
+    layouts = dict(zip(joined, space.inputs))
+    return replace(
+        space,
+        inputs=tuple(layouts.get(i, ((),)) for i in range(len(inputs))),
+        linear=frozenset(joined),
+    )
 
 
 @register("aten.stack.default", keeps=KEEPS_NOTHING)

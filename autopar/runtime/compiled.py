@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from autopar.base.closing import Closing
 from autopar.base.errors import InputError, MissingError
 from autopar.base.torch_private import runs_uncompiled
-from autopar.base.units import format_seconds
 from autopar.cost_models.hardware import is_count
 from autopar.frontend.autocast import refuse_autocast
 from autopar.frontend.capture import Captured, check_model
@@ -39,27 +38,20 @@ from autopar.runtime.loop import (
     check_has_optimizer,
     why_no_loop,
 )
-from autopar.runtime.machine.op_clock import OpSeconds
-from autopar.runtime.measure.op_prices import op_prices
-from autopar.runtime.op_profile import op_profiles
+from autopar.runtime.measured_report import MeasuredReport
+from autopar.runtime.measured_steps import Measurement
 from autopar.runtime.options import RunOptions
 from autopar.runtime.profile import Profile
-from autopar.runtime.runner import Runner
-from autopar.runtime.runners.local import LocalRunner
-from autopar.runtime.runners.spmd import SpmdRunner, is_spmd
+from autopar.runtime.runners.spmd import is_spmd
+from autopar.runtime.runners.start import rank_options, started
 from autopar.runtime.state.checkpoint_paths import Path
-from autopar.runtime.state.initial import initial_state, state_keys
 from autopar.runtime.state.model_optimizers import ModelState
-from autopar.runtime.state.schedulers import checked_scheduler
-from autopar.runtime.step.agreement import NonFinite
 from autopar.runtime.step.executor import ActionTime
 from autopar.runtime.step.forward_programs import ForwardPrograms, LowerForward
-from autopar.runtime.step.rank_options import RankOptions
 from autopar.runtime.step.training_programs import LowerTraining, TrainingPrograms
 from autopar.runtime.step_log import StepLog
 
 _NUM_TIMED_STEPS = 100
-MOST_OP_STEPS = 3
 
 
 class Compiled(ModuleHabits, Closing):
@@ -80,8 +72,9 @@ class Compiled(ModuleHabits, Closing):
     * ``model``: its parameters and buffers are the initial state; it is not changed.
     * ``options``: how it trains, see `autopar.runtime.options`.
 
-    Under ``torchrun`` all ranks must call every method. In a single process workers are started;
-    they end with `close`, at the end of a ``with`` block, and with the interpreter.
+    Under ``torchrun`` all ranks must call every method. In a single process a model for one CPU
+    runs in this process; for other devices workers are started, which end with `close`, at the end
+    of a ``with`` block, and with the interpreter.
     """
 
     def __init__(
@@ -104,36 +97,11 @@ class Compiled(ModuleHabits, Closing):
         self._captured = captured
         self._step_times_s: collections.deque[float] = collections.deque(maxlen=_NUM_TIMED_STEPS)
         self._step_log: StepLog | None = None
+        self._profile: Profile | None = None
         self._has_optimizer = options.optimizer is not None
         self._name = type(model).__name__
-        state = initial_state(model, options.loss_fn)
-        seed = torch.initial_seed() if options.seed is None else options.seed
-        ranks = RankOptions(
-            keys=state_keys(model, captured, program),
-            optimizer=options.optimizer,
-            lr_scheduler=checked_scheduler(options.lr_scheduler),
-            seed=seed & (2**63 - 1),
-            max_grad_norm=options.max_grad_norm,
-            nonfinite=NonFinite(options.nonfinite),
-            array=options.array,
-            precision=captured.precision,
-            movement=movement,
-            cuda_graphs=options.cuda_graphs,
-        )
-        self._runner: Runner
-        if is_spmd():
-            self._runner = SpmdRunner(program, state, ranks, timeout_s=options.call_timeout_s)
-        else:
-            self._runner = LocalRunner(
-                program,
-                state,
-                ranks,
-                lambda: LocalRunner.start_workers(
-                    devices,
-                    start_timeout_s=options.start_timeout_s,
-                    call_timeout_s=options.call_timeout_s,
-                ),
-            )
+        ranks = rank_options(captured, program, model, options, movement)
+        self._runner = started(program, model, ranks, devices, options)
         self._checkpoints = PeriodicCheckpoints(self._runner)
         self._why_no_loop = why_no_loop(program, ranks, was_training=model.training)
         self._loop = ClassicLoop(self._runner, program, ranks, self._checkpoints.step)
@@ -354,38 +322,24 @@ class Compiled(ModuleHabits, Closing):
         first.
         """
         self._trainings.call(args, kwargs, local=local)  # refuse a wrong batch before counting
-        counts = []
-        with self._launched():
-            for _ in range(3):
-                self._runner.start_counting_tensors()
-                for _ in range(2):
-                    self.train_step(*args, local=local, **kwargs)
-                counts.append(self._runner.counted_tensor_bytes())
-        return [max(found) for found in zip(*counts)]
-
-    @contextlib.contextmanager
-    def _launched(self) -> Iterator[None]:
-        """Within: steps are launched op by op; CUDA graphs and their memory are dropped."""
-        self._runner.allow_graphs(False)
-        try:
-            yield
-        finally:
-            self._runner.allow_graphs(True)
+        with self._measurement(args, kwargs, local) as measurement:
+            return measurement.peak_tensor_bytes()
 
     def action_times(self) -> list[list[ActionTime]]:
         """Per rank, when the actions of its schedule ran in the last training step; none where that
         was replayed as a CUDA graph."""
-        return self._runner.action_times()
+        return [[*rank.actions] for rank in self._runner.step_times()]
 
     def profile(
         self, *args: Any, num_steps: int = 10, local: bool = False, **kwargs: Any
     ) -> Profile:
         """Measure training steps on a batch, beside the prediction; ``print`` the result.
 
-        The steps train as `train_step` does; the first one is not measured, and up to
-        `MOST_OP_STEPS` further ones time each op by itself. On a GPU they are launched op by op,
-        also where training replays CUDA graphs. Raises InputError for a batch of other sizes than
-        the example's, for which the plan predicts nothing.
+        The steps train as `train_step` does; the first one is not measured, and further ones, as
+        many but at most `autopar.runtime.measured_steps.MOST_OP_STEPS`, time each op by itself.
+        Twice as many then count tensors, as `peak_tensor_bytes` does. On a GPU they are launched op
+        by op, also where training replays CUDA graphs. Raises InputError for a batch of other sizes
+        than the example's, for which the plan predicts nothing.
         """
         if not is_count(num_steps):
             raise InputError(f"num_steps is {num_steps!r}; it must be a whole number, at least 1")
@@ -394,51 +348,45 @@ class Compiled(ModuleHabits, Closing):
                 f"the plan predicts steps of batches of {inputs_text(self.plan)}; profile() "
                 "compares with it, so pass a batch of those sizes"
             )
-        steps = []
-        with self._launched():
-            self.train_step(*args, local=local, **kwargs)
-            for _ in range(num_steps):
-                started_s = time.perf_counter()
-                self.train_step(*args, local=local, **kwargs)
-                steps.append((time.perf_counter() - started_s, self.action_times()))
-            ops = self._op_seconds(min(num_steps, MOST_OP_STEPS), *args, local=local, **kwargs)
-        median_s = statistics.median_low(time_s for time_s, _ in steps)
-        return Profile(
-            plan=self.plan,
-            step_times_s=tuple(time_s for time_s, _ in steps),
-            actions=tuple(map(tuple, next(found for time_s, found in steps if time_s == median_s))),
-            ops=op_profiles(
-                op_prices(self.plan, self._captured), self.program, ops, self.plan.cluster.device
-            ),
-        )
-
-    def _op_seconds(
-        self, num_steps: int, *args: Any, local: bool, **kwargs: Any
-    ) -> list[list[list[OpSeconds]]]:
-        """The seconds of each op by rank in so many training steps, run op by op."""
-        found = []
-        self._runner.time_ops(True)
-        try:
-            for _ in range(num_steps):
-                self.train_step(*args, local=local, **kwargs)
-                found.append(self._runner.op_seconds())
-        finally:
-            self._runner.time_ops(False)
+        with self._measurement(args, kwargs, local) as measurement:
+            found = measurement.profile(self.plan, self._captured, self.program, num_steps)
+        self._profile = found
+        self._step_times_s.extend(found.step_times_s)
         return found
+
+    @contextlib.contextmanager
+    def _measurement(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], local: bool
+    ) -> Iterator[Measurement]:
+        """Measures steps, whose times are not among those of training: measuring takes time."""
+        kept = tuple(self._step_times_s)
+        try:
+            yield Measurement(self._runner, lambda: self.train_step(*args, local=local, **kwargs))
+        finally:
+            self._step_times_s.clear()
+            self._step_times_s.extend(kept)
 
     def report(self, detail: str = "screen") -> str:
         """The plan in this detail, as `Plan.report` gives it, and measurements since."""
-        lines = [self.plan.report(detail)]
-        lines += self._runner.not_compiled + self._runner.graph_notes()
-        if self.step_time_s is not None:
-            predicted_s = self.plan.prediction.step_time_s
-            num = len(self._step_times_s)
-            steps = f"median of the last {num} steps" if num > 1 else "the first, which warms up"
-            lines.append(
-                f"measured: {format_seconds(self.step_time_s)} a step ({steps}), "
-                f"{self.step_time_s / predicted_s:.2f}x the predicted"
-            )
-        return "\n".join(lines)
+        return self.measured().text(detail)
+
+    def _repr_html_(self) -> str | None:
+        return self.measured().page()._repr_html_()
+
+    def figure(self, name: str) -> tuple[Any, Any]:
+        """A figure and its axes, of matplotlib: one of the plan (see `Plan.figure`), or of the last
+        `profile`, predicted against measured: phases, stages, ops or peak_memory.
+
+        Raises InputError for another, and where nothing was measured or the plan has nothing of it.
+        """
+        return self.measured().figure(name)
+
+    def measured(self) -> MeasuredReport:
+        """The report as its parts: `report`, `figure` and a notebook's page are made of it."""
+        return MeasuredReport(
+            plan=self.plan, notes=(*self._runner.not_compiled, *self._runner.graph_notes()),
+            step_times_s=tuple(self._step_times_s), profile=self._profile,
+        )  # fmt: skip
 
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers under the original model's keys.
@@ -540,7 +488,8 @@ class Compiled(ModuleHabits, Closing):
         return num_done
 
     def close(self) -> None:
-        """End the workers, or leave the process group if it was joined here."""
+        """End the workers, free what a rank in this process holds, or leave the process group if
+        it was joined here."""
         try:
             self._checkpoints.finish()
         finally:

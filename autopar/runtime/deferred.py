@@ -78,6 +78,9 @@ class Deferred(Compiled):
     def __repr__(self) -> str:
         return super().__repr__() if self._is_made else "<Compiled, by its first call>"
 
+    def _repr_html_(self) -> str | None:
+        return super()._repr_html_() if self._is_made else None
+
     def close(self) -> None:
         self._was_closed = True
         if self._is_made:

@@ -1,17 +1,19 @@
 """The ops of measured steps, pass by pass, beside their predicted times.
 
-In: the seconds of each node by step and rank, and the prices of the plan's ops. Out: one value for
-each op's forward pass, its gradient, and where it is recomputed; and one for what a block runs
-between its ops. `autopar.runtime.op_tables` shows them.
+In: the times of each step by rank, and the prices of the plan's ops. Out: one value for each op's
+forward pass, its gradient, and where it is recomputed; one for what a block runs between its ops;
+and the passes that all of them are part of. `autopar.runtime.op_tables` shows them.
+
+All values are means over the same steps on the same ranks, so that those of a pass add up to no
+more than the pass takes: medians, or blocks each on the rank where it takes longest, do not.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -27,6 +29,8 @@ from autopar.lowering.types import Kernel, RankProgram
 from autopar.runtime.machine.op_clock import OpSeconds, timed_graphs
 from autopar.runtime.machine.protocols import Phase
 from autopar.runtime.measure.op_prices import OpPrice
+from autopar.runtime.step.timing import RankTimes
+from autopar.schedules.action import Kind
 
 BETWEEN = "between ops"
 """The operator of what a block runs that belongs to no op."""
@@ -42,15 +46,21 @@ class Pass(StrEnum):
     UPDATE = "update"
 
 
+PASSES: Mapping[Pass, tuple[Kind, ...]] = {
+    Pass.FORWARD: (Kind.F, Kind.R), Pass.BACKWARD: (Kind.B, Kind.I, Kind.W),
+}  # fmt: skip
+"""The kinds of action that are part of the forward and of the backward passes of a step."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpProfile:
     """An op in one pass of a step, or all that a block runs between its ops (`BETWEEN`).
 
     ``name``: the op's, or the block's with ``operator`` `BETWEEN`, which has no prediction and no
-    ``source``. ``measured_s``: of all micro-batches, the median of the steps, on the rank that
-    takes longest for the block; as is ``predicted_s``. ``call``: what a device computes for one
-    micro-batch, None where that is no single call; ``times``, with the forward pass, its seconds in
-    both directions.
+    ``source``. ``measured_s``: of all micro-batches, the mean of the steps, on the rank of the
+    block's stage that takes longest for its ops; ``predicted_s`` is of all micro-batches too.
+    ``call``: what a device computes for one micro-batch, None where that is no single call;
+    ``times``, with the forward pass, its seconds in both directions.
     """
 
     name: str
@@ -69,6 +79,27 @@ class OpProfile:
         return None if self.call is None or self.times is None else (self.call, self.times)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassTimes:
+    """Mean seconds of the forward or backward passes of a step in which ops are timed, on one rank.
+
+    ``measured_s``: of the whole passes, communication included; ``ops_s`` and ``between_s`` are
+    parts of it, in ops and between the ops of a block, without the blocks that run before all
+    passes.
+    """
+
+    rank: int
+    direction: Pass
+    measured_s: float
+    ops_s: float
+    between_s: float
+
+    @property
+    def outside_s(self) -> float:
+        """Outside of the ops of blocks: moves between blocks, and calls from Python."""
+        return max(self.measured_s - self.ops_s - self.between_s, 0.0)
+
+
 class _Part(NamedTuple):
     """The part of a block's work that some of its nodes share: one pass of the op at a place, in
     the backward pass one of its gradients; without a place, work that belongs to no op."""
@@ -85,11 +116,15 @@ def op_profiles(
     device: DeviceSpec,
 ) -> tuple[OpProfile, ...]:
     """Every op in every pass in which it ran in the ``steps``, each a list of the nodes' seconds by
-    rank, and what blocks ran between them. The times of a block add up to all of its nodes'.
+    rank, and what blocks ran between them. The times of a block add up to all of its nodes' on the
+    `slowest_ranks`.
 
     ``program``: as it was lowered in this process, whose nodes know their ops.
     """
-    measured, made = _measured(program, steps), list[OpProfile]()
+    ranks, (in_passes, others) = slowest_ranks(program, steps), _by_stage(program)
+    measured = _measured(program, steps, ranks, in_passes)
+    measured |= _measured(program, steps, ranks[:1], others)
+    made = list[OpProfile]()
     kernels = {block.name: program.kernels[block.kernel] for block in program.blocks}
     twice = _run_twice(program)
     for block, inside in itertools.groupby(prices, key=lambda price: price.block):
@@ -198,28 +233,66 @@ def _run_twice(program: RankProgram) -> set[str]:
     }
 
 
-def _measured(
+def slowest_ranks(
     program: RankProgram, steps: Sequence[Sequence[Sequence[OpSeconds]]]
-) -> dict[str, dict[_Part, float]]:
-    """Seconds of each block's parts on the rank where they take longest together."""
-    samples: defaultdict[tuple[str, int], defaultdict[_Part, list[float]]]
-    samples = defaultdict(lambda: defaultdict(list))
-    parts_of = functools.cache(_parts)
+) -> tuple[int, ...]:
+    """The rank of each pipeline device whose ops take longest together."""
+    totals: defaultdict[int, float] = defaultdict(float)
     for step in steps:
         for rank, found in enumerate(step):
-            totals: defaultdict[tuple[str, _Part], float] = defaultdict(float)
-            for each in found:
+            totals[rank] += sum(each.time_s for each in found)
+    by_device: defaultdict[int, list[int]] = defaultdict(list)
+    for rank in totals:
+        by_device[program.place(rank)[0]].append(rank)
+    return tuple(max(ranks, key=totals.__getitem__) for _, ranks in sorted(by_device.items()))
+
+
+def pass_times(program: RankProgram, steps: Sequence[Sequence[RankTimes]]) -> tuple[PassTimes, ...]:
+    """The passes of the `slowest_ranks` in steps whose ops were timed."""
+    ops, found = [[rank.ops for rank in step] for step in steps], []
+    in_passes, _ = _by_stage(program)
+    for rank in slowest_ranks(program, ops):
+        spent = defaultdict[tuple[Pass, bool], float](float)
+        for parts in _measured(program, ops, [rank], in_passes).values():
+            for part, time_s in parts.items():
+                is_forward = part.direction is Pass.FORWARD
+                direction = Pass.FORWARD if is_forward else Pass.BACKWARD
+                spent[direction, part.place is None] += time_s
+        for direction, kinds in PASSES.items():
+            actions = [a for step in steps for a in step[rank].actions if a.action.kind in kinds]
+            found.append(
+                PassTimes(
+                    rank=rank, direction=direction,
+                    measured_s=sum(a.time_s for a in actions) / len(steps),
+                    ops_s=spent[direction, False], between_s=spent[direction, True],
+                )
+            )  # fmt: skip
+    return tuple(found)
+
+
+def _by_stage(program: RankProgram) -> tuple[set[int], set[int]]:
+    """The blocks that belong to stages, and those that every device runs by itself."""
+    every = set(range(len(program.blocks)))
+    staged = {place for place in every if program.blocks[place].role.has_stage}
+    return staged, every - staged
+
+
+def _measured(
+    program: RankProgram,
+    steps: Sequence[Sequence[Sequence[OpSeconds]]],
+    ranks: Collection[int],
+    blocks: Collection[int],
+) -> dict[str, Mapping[_Part, float]]:
+    """Seconds of the parts of some blocks in a step on some ranks together, the mean of steps."""
+    totals: defaultdict[str, defaultdict[_Part, float]] = defaultdict(lambda: defaultdict(float))
+    parts_of = functools.cache(_parts)
+    for step in steps:
+        for each in itertools.chain.from_iterable(step[rank] for rank in ranks):
+            if each.block in blocks:
                 block = program.blocks[each.block]
-                parts = parts_of(program.kernels[block.kernel])
-                totals[block.name, parts[each.graph][each.node]] += each.time_s
-            for (name, part), time_s in totals.items():
-                samples[name, rank][part].append(time_s)
-    slowest: dict[str, dict[_Part, float]] = {}
-    for (name, _), found_parts in samples.items():
-        times = {part: statistics.median(each) for part, each in found_parts.items()}
-        if sum(times.values()) > sum(slowest.get(name, {}).values()):
-            slowest[name] = times
-    return slowest
+                part = parts_of(program.kernels[block.kernel])[each.graph][each.node]
+                totals[block.name][part] += each.time_s / len(steps)
+    return dict(totals)
 
 
 def _parts(kernel: Kernel) -> tuple[tuple[_Part, ...], ...]:

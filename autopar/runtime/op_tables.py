@@ -17,7 +17,7 @@ from autopar.cost_models.estimate import weakest
 from autopar.plans.bars import Bars, Series, Unit
 from autopar.plans.blocks import folded, pattern_of
 from autopar.plans.layout import Section
-from autopar.runtime.op_profile import BETWEEN, OpProfile, Pass
+from autopar.runtime.op_profile import BETWEEN, OpProfile, Pass, PassTimes
 
 _COUNT = re.compile(r"_\d+$")  # of an op among those of its operator
 REST = "updates and the rest"
@@ -30,6 +30,12 @@ NOTE = (
     "gradients of a value with several readers; no prediction of an op includes them. Graphs that "
     f"Inductor compiled are not timed; communication between blocks is left out. {REST!r}: as in "
     "the step by phase, beside the predicted update."
+)
+
+
+PASS_NOTE = (
+    "Means of the steps whose ops are listed below, with the communication in them, on the rank of "
+    "each stage whose ops take longest. Timing ops takes time too: a step without it is above."
 )
 
 
@@ -87,6 +93,26 @@ def op_section(ops: Sequence[OpProfile]) -> Section:
         notes=(NOTE,),
         wraps=True,
     ).used_columns()
+
+
+def pass_section(passes: Sequence[PassTimes]) -> Section:
+    """The table of the passes whose ops were timed."""
+    has_ranks = len({each.rank for each in passes}) > 1
+    return Section(
+        title="passes of a step with each op timed by itself",
+        columns=("", "in all", "in ops", "between ops", "outside of blocks"),
+        rows=tuple(
+            (
+                f"{each.direction}{f' on rank {each.rank}' * has_ranks}",
+                *map(
+                    format_seconds,
+                    (each.measured_s, each.ops_s, each.between_s, each.outside_s),
+                ),
+            )
+            for each in passes
+        ),
+        notes=(PASS_NOTE,),
+    )
 
 
 def _cells(group: OpGroup) -> tuple[str, ...]:

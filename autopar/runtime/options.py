@@ -35,7 +35,8 @@ class RunOptions:
     * ``seed``: for dropout and other random operators; by default ``torch.initial_seed()``.
     * ``array``: how each model trains, where several are compiled as one.
     * ``cuda_graphs``: whether steps on a GPU may be recorded and replayed.
-    * ``start_timeout_s``, ``call_timeout_s``: limits on the start of workers and on one step.
+    * ``start_timeout_s``, ``call_timeout_s``: limits on the start of workers and on one step of
+      theirs, or under ``torchrun``.
 
     Raises InputError or OptimizerError.
     """

@@ -1,17 +1,21 @@
 """A profile: measured training steps beside what the plan predicted for them.
 
-In: the plan, and the wall times and actions of some steps. Out: tables of phases by rank and of
-stages, with the ratio of measured to predicted, and a trace of both for ui.perfetto.dev.
+In: the plan, and what was measured of some steps: wall times, actions, communication, ops, memory.
+Out: tables of phases by rank, of stages, memory and ops, with the ratio of measured to predicted,
+and a trace of both for ui.perfetto.dev.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from autopar.base.units import format_seconds
 from autopar.cost_models import Calibration
@@ -19,8 +23,10 @@ from autopar.cost_models.estimate import Source
 from autopar.plans.bars import Bars, Series, Unit
 from autopar.plans.document import Plan
 from autopar.plans.layout import WIDTH, Section, text_lines
-from autopar.plans.timeline import predicted_timeline, stage_durations
-from autopar.runtime.op_profile import OpProfile, Pass
+from autopar.plans.step_trace import step_events
+from autopar.plans.timeline import predicted_spans, predicted_timeline, stage_durations
+from autopar.runtime.memory_profile import MemoryProfile
+from autopar.runtime.op_profile import PASSES, OpProfile, Pass, PassTimes
 from autopar.runtime.op_tables import (
     MOST_OPS,
     REST,
@@ -28,20 +34,22 @@ from autopar.runtime.op_tables import (
     calibration_of,
     op_section,
     ops_data,
+    pass_section,
     worst_groups,
 )
-from autopar.runtime.step.executor import ActionTime
+from autopar.runtime.step.timing import RankTimes
 from autopar.schedules import Interval
 from autopar.schedules.action import RECV_KINDS, SEND_KINDS, Kind
 from autopar.schedules.simulate.timeline import covered_s
 from autopar.schedules.simulate.trace import device_names, interval_events, trace_text
 
-FORWARD, BACKWARD = (Kind.F,), (Kind.B, Kind.I, Kind.W, Kind.R)
+FIGURE_NAMES = ("phases", "stages", "ops", "peak_memory")
 MOST_RANKS = 8
 """The report has columns for so many ranks: those that take longest."""
-NOTE = (
-    "Forward and backward include the communication in them. The rest of the step: gradients that "
-    "are reduced last, updates, and the call itself."
+NOTE = "The rest of the step: updates, and the call itself."
+COMMUNICATION_NOTE = (
+    "Exposed communication: time in collectives, in which a rank also waits for slower ones; the "
+    "other rows are without it."
 )
 
 
@@ -51,11 +59,13 @@ PhaseRow = tuple[str, float | None, list[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPhases:
-    """Measured seconds of one rank in a step; ``waiting_s``: idle between its own actions."""
+    """Measured seconds of one rank in a step, each without those of ``communication_s``, which are
+    all that it waits in collectives. ``waiting_s``: idle between its own actions."""
 
     rank: int
     forward_s: float
     backward_s: float
+    communication_s: float
     messages_s: float
     waiting_s: float
     rest_s: float
@@ -64,8 +74,8 @@ class RankPhases:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
     """Median measured seconds of a stage's forward and backward pass of one micro-batch, over all
-    of its ranks, and the predicted ones, None without prices; without a pipeline, those of the
-    computation."""
+    of its ranks, and the predicted ones, None without prices; without a pipeline, both are those of
+    the computation, without communication."""
 
     stage: int
     forward_s: float
@@ -78,15 +88,18 @@ class StageTimes:
 class Profile:
     """Measured steps of a compiled model, made by ``compiled.profile(...)``; ``print`` it.
 
-    ``step_times_s`` are the wall times of all steps in seconds, ``actions`` the actions of one of
-    them by rank: that whose time is the (lower) median. ``ops`` are the ops of further steps, in
-    which each was timed by itself, beside their predictions.
+    ``step_times_s`` are the wall times of all steps in seconds, ``times`` those of one of them by
+    rank: that whose time is the (lower) median. ``ops`` are the ops of further steps, in which each
+    was timed by itself, beside their predictions, and ``passes`` the passes of the same steps.
+    ``memory`` is the peak by rank.
     """
 
     plan: Plan
     step_times_s: tuple[float, ...]
-    actions: tuple[tuple[ActionTime, ...], ...]
+    times: tuple[RankTimes, ...]
     ops: tuple[OpProfile, ...] = ()
+    passes: tuple[PassTimes, ...] = ()
+    memory: MemoryProfile | None = None
 
     @property
     def step_time_s(self) -> float:
@@ -106,19 +119,27 @@ class Profile:
     @cached_property
     def ranks(self) -> tuple[RankPhases, ...]:
         """The phases of each rank."""
-        return tuple(self._phases(rank, found) for rank, found in enumerate(self.actions))
+        return tuple(self._phases(rank, found) for rank, found in enumerate(self.times))
 
-    def _phases(self, rank: int, found: Sequence[ActionTime]) -> RankPhases:
-        def total(kinds: tuple[Kind, ...]) -> float:
-            return sum(a.end_s - a.start_s for a in found if a.action.kind in kinds)
+    def _phases(self, rank: int, times: RankTimes) -> RankPhases:
+        found = times.actions
 
-        starts, ends = [each.start_s for each in found], [each.end_s for each in found]
-        span_s = max(ends) - min(starts) if found else 0.0
+        def total(kinds: Container[Kind]) -> float:
+            return sum(a.time_s - a.communication_s for a in found if a.action.kind in kinds)
+
+        start_s = min((each.start_s for each in found), default=0.0)
+        end_s = max((each.end_s for each in found), default=0.0)
         busy_s = covered_s([(a.start_s, a.end_s) for a in found])
+        beyond_s = sum(b - a for a, b in times.waits if b <= start_s or a >= end_s)
+        inside_s = sum(each.communication_s for each in found)
+        between_s = max(times.communication_s - inside_s - beyond_s, 0.0)
         return RankPhases(
-            rank=rank, forward_s=total(FORWARD), backward_s=total(BACKWARD),
-            messages_s=total((*SEND_KINDS, *RECV_KINDS)), waiting_s=max(span_s - busy_s, 0.0),
-            rest_s=max(self.step_time_s - span_s, 0.0),
+            rank=rank, forward_s=total(PASSES[Pass.FORWARD]),
+            backward_s=total(PASSES[Pass.BACKWARD]), communication_s=times.communication_s,
+            messages_s=total((*SEND_KINDS, *RECV_KINDS)),
+            waiting_s=max(end_s - start_s - busy_s - between_s, 0.0),
+            rest_s=max(self.step_time_s - (end_s - start_s) - beyond_s, 0.0)
+            + total((Kind.G, Kind.U)),
         )  # fmt: skip
 
     @cached_property
@@ -145,38 +166,53 @@ class Profile:
                 predicted = table[Kind.F][stage], table[Kind.I][stage] + table[Kind.W][stage]
             found.append(
                 StageTimes(
-                    stage=stage, forward_s=self._median(stage, FORWARD),
-                    backward_s=self._median(stage, BACKWARD),
+                    stage=stage, forward_s=self._median(stage, (Kind.F,)),
+                    backward_s=self._median(stage, (*PASSES[Pass.BACKWARD], Kind.R)),
                     predicted_forward_s=predicted[0], predicted_backward_s=predicted[1],
                 )
             )  # fmt: skip
         return tuple(found)
 
     def _median(self, stage: int, kinds: tuple[Kind, ...]) -> float:
-        """The median over ranks and micro-batches of the seconds in some kinds of actions."""
+        """The median over ranks and micro-batches of the seconds in some kinds of actions, in one
+        of a step's passes over the batch."""
         totals: dict[tuple[int, int | None], float] = {}
-        for rank, found in enumerate(self.actions):
-            for each in found:
+        for rank, found in enumerate(self.times):
+            for each in found.actions:
                 action = each.action
                 if action.stage == stage and action.kind in kinds:
                     key = rank, action.microbatch
-                    totals[key] = totals.get(key, 0.0) + (each.end_s - each.start_s) / action.span
-        return statistics.median(totals.values()) if totals else 0.0
+                    time_s = each.time_s - each.communication_s * (not self.plan.is_pipeline)
+                    totals[key] = totals.get(key, 0.0) + time_s / action.span
+        num_passes = self.plan.update.update.num_passes
+        return statistics.median(totals.values()) / num_passes if totals else 0.0
 
     # --- for people ---------------------------------------------------------------------------
     def sections(self) -> tuple[Section, ...]:
         """The tables of the report."""
+        return (self._headline(), *self.summary(), *self.details())
+
+    def summary(self) -> tuple[Section, ...]:
+        """The tables that are part of the report of a compiled model."""
+        memory = [] if self.memory is None else [self.memory.section(self.plan)]
+        return self._phase_section(), *memory
+
+    def details(self) -> tuple[Section, ...]:
+        """The tables of stages and ops."""
+        passes = [pass_section(self.passes)] if self.passes else []
+        ops = [op_section(self.timed)] if self.ops else []
+        return self._stage_section(), *passes, *ops
+
+    def _headline(self) -> Section:
         p, num = self.plan.prediction, len(self.step_times_s)
         mfu = f", {self.model_flops_utilisation:.1%} MFU" if p.model_flops_utilisation else ""
         steps, each = (
             ("1 measured step", "") if num == 1 else (f"{num} measured steps", " each (median)")
         )
-        first = Section(
+        return Section(
             title=f"{steps}: {format_seconds(self.step_time_s)}{each}{mfu}, "
             f"{self.ratio:.2f}x the predicted {format_seconds(p.step_time_s)}",
         )
-        ops = [op_section(self.timed)] if self.ops else []
-        return first, self._phase_section(), self._stage_section(), *ops
 
     @property
     def _slowest(self) -> list[RankPhases]:
@@ -184,16 +220,21 @@ class Profile:
         slowest = sorted(self.ranks, key=lambda r: -r.forward_s - r.backward_s)[:MOST_RANKS]
         return sorted(slowest, key=lambda each: each.rank)
 
-    def _phase_rows(self) -> tuple[PhaseRow, ...]:
-        """The phases of a step: predicted seconds, and those measured on the slowest ranks."""
-        p, ranks = self.plan.prediction, self._slowest
+    @property
+    def _communicates(self) -> bool:
+        return len(self.times) > 1
+
+    def _phase_rows(self, ranks: Sequence[RankPhases]) -> tuple[PhaseRow, ...]:
+        """The phases of a step: predicted seconds, and those measured on these ranks."""
+        p = self.plan.prediction
         exposed_s = p.communication_s
         rest_s = p.step_time_s - p.forward_s - p.backward_s - exposed_s - p.copies_s - p.update_s
+        communication = "exposed communication", exposed_s, [r.communication_s for r in ranks]
         messages = "messages between stages", None, [r.messages_s for r in ranks]
         return (
             ("forward", p.forward_s, [r.forward_s for r in ranks]),
             ("backward", p.backward_s, [r.backward_s for r in ranks]),
-            *([("exposed communication", exposed_s, [])] if exposed_s else []),
+            *([communication] if self._communicates else []),
             *([("casts and copies", p.copies_s, [])] if p.copies_s else []),
             *([messages] if self.plan.is_pipeline else []),
             ("waiting", max(rest_s, 0.0), [r.waiting_s for r in ranks]),
@@ -211,9 +252,9 @@ class Profile:
                     "" if predicted is None else format_seconds(predicted),
                     *(map(format_seconds, times) if times else [""] * len(ranks)),
                 )
-                for name, predicted, times in self._phase_rows()
+                for name, predicted, times in self._phase_rows(ranks)
             ),
-            notes=(NOTE,),
+            notes=(f"{COMMUNICATION_NOTE} {NOTE}" if self._communicates else NOTE,),
         ).used_columns()
 
     def _stage_section(self) -> Section:
@@ -242,20 +283,29 @@ class Profile:
     def figure(self, name: str = "phases") -> tuple[Any, Any]:
         """Predicted against measured times, as a figure and its axes, of matplotlib.
 
-        ``name`` is "phases", of a step by rank, "stages", of a micro-batch, or "ops", of those
-        furthest from their predictions. Raises InputError for another.
+        ``name`` is "phases", of a step by rank, "stages", of a micro-batch, "ops", of those
+        furthest from their predictions, or "peak_memory", by rank. Raises InputError for another.
         """
         from autopar.plans.figures.bar_plots import plot_bars  # imports matplotlib
         from autopar.plans.figures.catalog import no_figure
 
-        made = {"phases": self.phases_data, "stages": self.stages_data, "ops": self.ops_data}
+        made = self.figures
         if name not in made:
             raise no_figure(name, made)
         return plot_bars(made[name]())
 
+    @property
+    def figures(self) -> Mapping[str, Callable[[], Bars]]:
+        """The numbers of each figure that there is, by its name."""
+        made = {"phases": self.phases_data, "stages": self.stages_data, "ops": self.ops_data}
+        if self.memory is not None:
+            made["peak_memory"] = functools.partial(self.memory.bars, self.plan)
+        return made
+
     def phases_data(self) -> Bars:
         """The seconds of each phase of a step: predicted, and measured on the slowest ranks."""
-        rows, ranks = self._phase_rows(), self._slowest
+        ranks = self._slowest
+        rows = self._phase_rows(ranks)
         series = [("predicted", tuple(predicted for _, predicted, _ in rows))]
         for place, each in enumerate(ranks):
             times = tuple(found[place] if found else None for _, _, found in rows)
@@ -300,40 +350,87 @@ class Profile:
         """
         return calibration_of(self.plan.cluster.device, self.ops)
 
+    # --- for programs -------------------------------------------------------------------------
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The numbers of all tables as JSON text, also written to ``path`` if given.
+
+        Times are in seconds and sizes in bytes; what is measured by rank has a number for each.
+        """
+        memory = () if self.memory is None else self.memory.rows(self.plan)
+        document = {
+            "step_times_s": self.step_times_s,
+            "step_time_s": self.step_time_s,
+            "predicted_step_time_s": self.plan.prediction.step_time_s,
+            "model_flops_utilisation": self.model_flops_utilisation,
+            "phases": [
+                {"name": name, "predicted_s": predicted_s, "measured_s": times or None}
+                for name, predicted_s, times in self._phase_rows(self.ranks)
+            ],
+            "memory": memory,
+            "stages": self.stages,
+            "passes": self.passes,
+            "ops": [
+                {
+                    "name": op.name, "operator": op.operator, "block": op.block,
+                    "pass": op.direction, "measured_s": op.measured_s,
+                    "predicted_s": op.predicted_s, "price": op.source,
+                }
+                for op in self.timed
+            ],
+        }  # fmt: skip
+        text = msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
     # --- for trace viewers --------------------------------------------------------------------
     def trace_events(self) -> list[dict[str, Any]]:
         """A process per rank, with tracks of what was measured and of what was predicted.
 
         Both begin at 0. Where ranks run on hosts whose clocks differ, each rank begins at 0.
         """
-        starts = [min(each.start_s for each in actions) for actions in self.actions if actions]
+        actions_of = [each.actions for each in self.times]
+        starts = [min(each.start_s for each in actions) for actions in actions_of if actions]
         is_one_clock = max(starts) - min(starts) <= self.step_time_s
         measured = []
-        for rank, actions in enumerate(self.actions):
+        for rank, actions in enumerate(actions_of):
             own = min((each.start_s for each in actions), default=0.0)
             zero = min(starts) if is_one_clock else own
             for each in actions:
                 times = each.start_s - zero, each.end_s - zero
                 measured.append(Interval(rank, each.resource, each.action, *times))
         slices = interval_events(measured, "measured ", word="rank")
-        timeline, predicted = predicted_timeline(self.plan), list[Interval]()
-        if timeline is not None:
-            size = len(self.actions) // timeline.shape.num_devices
-            predicted = [
-                each._replace(
-                    device=each.device * size + number,
-                    peer=each.peer * size + number if each.peer >= 0 else each.peer,
-                )
-                for number in range(size)
-                for each in timeline.intervals
-            ]
         first_track = 1 + max(event["tid"] for event in slices)
         return [
-            *device_names(len(self.actions), "rank"),
+            *device_names(len(self.times), "rank"),
             *slices,
             *self._rest_events(slices),
-            *interval_events(predicted, "predicted ", first_track, word="rank"),
+            *self._predicted_events(first_track),
         ]
+
+    def _predicted_events(self, first_track: int) -> list[dict[str, Any]]:
+        """The predicted timeline on every rank, in tracks from ``first_track`` on."""
+        timeline, spans = predicted_timeline(self.plan), predicted_spans(self.plan)
+        if timeline is None:
+            return []
+        size, prefix = len(self.times) // timeline.shape.num_devices, "predicted "
+        if spans is not None:
+            return [
+                event
+                for rank in range(size)
+                for event in step_events(
+                    timeline.intervals, spans, device=rank, prefix=prefix, first_track=first_track
+                )
+            ]
+        predicted = [
+            each._replace(
+                device=each.device * size + number,
+                peer=each.peer * size + number if each.peer >= 0 else each.peer,
+            )
+            for number in range(size)
+            for each in timeline.intervals
+        ]
+        return interval_events(predicted, prefix, first_track, word="rank")
 
     def _rest_events(self, slices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """After the last action of each rank: updates, and what else is outside of actions."""

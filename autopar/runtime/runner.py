@@ -10,10 +10,9 @@ from torch import Tensor
 from autopar.lowering.types import RankProgram
 from autopar.runtime.checkpointing import SavingRunner
 from autopar.runtime.loop import LoopRunner
-from autopar.runtime.machine.op_clock import OpSeconds
 from autopar.runtime.state.checkpoint_paths import Path
 from autopar.runtime.state.model_optimizers import ModelState
-from autopar.runtime.step.executor import ActionTime
+from autopar.runtime.step.timing import RankTimes, Timing
 
 
 class Runner(SavingRunner, LoopRunner, Protocol):
@@ -75,10 +74,8 @@ class Runner(SavingRunner, LoopRunner, Protocol):
 
     def counted_tensor_bytes(self) -> list[int]: ...
 
-    def action_times(self) -> list[list[ActionTime]]: ...
+    def set_timing(self, timing: Timing) -> None: ...
 
-    def time_ops(self, is_on: bool) -> None: ...
-
-    def op_seconds(self) -> list[list[OpSeconds]]: ...
+    def step_times(self) -> list[RankTimes]: ...
 
     def close(self) -> None: ...

@@ -35,7 +35,7 @@ from autopar.ir.mesh import MICROBATCH, Mesh
 from autopar.lowering.streams import Issue
 from autopar.lowering.types import RankProgram, TensorMeta
 from autopar.runtime.machine.apart import apart
-from autopar.runtime.machine.moments import HostMoment
+from autopar.runtime.machine.moments import HostMoment, Moment
 from autopar.runtime.machine.protocols import NoLinks, Phase
 from autopar.runtime.machine.randomness import Draw, Seeds
 from autopar.runtime.state.shards import gather, microbatch_of, reduced, scatter
@@ -156,6 +156,10 @@ class LockstepMachine:
 
     def moment(self) -> HostMoment:
         return HostMoment()
+
+    @property
+    def waits(self) -> Sequence[tuple[Moment, Moment]]:
+        return ()
 
     def run(self, module: fx.GraphModule, arguments: Sequence[Shards]) -> list[Shards]:
         graph = calls_of(module)

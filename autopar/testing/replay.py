@@ -199,6 +199,10 @@ class ReplayMachine:
         self.tape.queues[self._stream].append(_Op(made.passed))
         return made
 
+    @property
+    def waits(self) -> Sequence[tuple[TapeMoment, TapeMoment]]:
+        return ()
+
     def begin(self, microbatch: int, block: int, phase: Phase) -> None:
         self._call = microbatch, block, phase
 

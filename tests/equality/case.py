@@ -62,7 +62,10 @@ def joined_batch(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class Case:
-    """A model of the zoo, or ``make_model``'s, on the zoo's batches, ``num_joined`` at once."""
+    """A model of the zoo, or ``make_model``'s, on the zoo's batches, ``num_joined`` at once.
+
+    A case that ``is_divided`` has its blocks divided, so that stages can begin inside layers.
+    """
 
     def __init__(
         self,
@@ -71,6 +74,7 @@ class Case:
         *,
         num_joined: int = 1,
         num_steps: int = NUM_STEPS,
+        is_divided: bool = False,
     ) -> None:
         self.kind = kind
         model, make_batch = build(kind)
@@ -86,7 +90,10 @@ class Case:
         if kind not in SINGLE_PRECISION:
             self.model = model.double()
             self.batches = [to_double(batch) for batch in self.batches]
-        self.captured = prepare(capture(self.model, self.batches[0])).captured
+        prepared = prepare(capture(self.model, self.batches[0]))
+        self.captured = prepared.captured
+        self.block_cuts = prepared.narrow_cuts if is_divided else ()
+        self.staged_graph = prepared.cut(1, self.block_cuts).captured.graph
         self.tolerance = TOLERANCE.get(kind, 1e-9)
 
     @functools.cached_property
@@ -113,7 +120,7 @@ class Case:
         captured = self.captured
         if num_microbatches > 1:
             captured = with_batch_norm(captured, "local")
-        analysis = prepare(captured).cut(num_microbatches)[1]
+        analysis = prepare(captured).cut(num_microbatches, self.block_cuts)[1]
         return Strategy(analysis, random_assignment(analysis, mesh, seed))
 
     @functools.cache  # noqa: B019
@@ -143,7 +150,7 @@ class Case:
     @functools.cached_property
     def stage_starts(self) -> tuple[str, ...]:
         """The blocks that a stage can begin with."""
-        return tuple(block.name for block in staged_blocks(self.captured.graph))
+        return tuple(block.name for block in staged_blocks(self.staged_graph))
 
     def stages(self, num_stages: int) -> Stages:
         names = self.stage_starts
@@ -154,7 +161,7 @@ class Case:
         self, program: RankProgram, schedule: Schedule, stages: Stages | None = None
     ) -> RankProgram:
         stages = stages or self.stages(schedule.shape.num_stages)
-        return with_pipeline(program, stage_of_blocks(stages, self.captured.graph), schedule)
+        return with_pipeline(program, stage_of_blocks(stages, self.staged_graph), schedule)
 
     def check(self, program: RankProgram) -> None:
         """Train it in lockstep."""

@@ -35,7 +35,10 @@ PROGRAMS = {
 """Programs drawn of each model; one of the others, which take longer, under fewer schedules."""
 MANY_SCHEDULES, FEW_SCHEDULES = 30, 12
 """Schedules that each program is tried under, the plain one among them."""
-NAMES = [*MODELS, *MORE_MODELS, *UNEVEN_MODELS, "gpt2 of 8 layers", "llama of 6 layers"]
+DIVIDED = ["gpt2 inside layers", "llama inside layers", "bert inside layers"]
+NAMES = [
+    *MODELS, *MORE_MODELS, *UNEVEN_MODELS, "gpt2 of 8 layers", "llama of 6 layers", *DIVIDED
+]  # fmt: skip
 
 
 @functools.cache
@@ -43,7 +46,10 @@ def case_of(name: str) -> Case:
     deep = {"gpt2 of 8 layers": lambda: gpt2(8), "llama of 6 layers": lambda: families.llama(6)}
     kind = name.split()[0]
     num_joined = 1 if kind in UNEVEN_MODELS else 2
-    return Case(kind, deep.get(name), num_joined=num_joined, num_steps=NUM_STEPS)
+    return Case(
+        kind, deep.get(name), num_joined=num_joined, num_steps=NUM_STEPS,
+        is_divided=name in DIVIDED,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -374,8 +374,8 @@ def test_an_array_refuses_a_plan_that_moves_tensors(tmp_path: Path) -> None:
 
 
 def test_steps_that_are_profiled_train_as_others() -> None:
-    """Against an array of the same models without it: one step before the measured ones, and one
-    more in which ops are timed."""
+    """Against an array of the same models without it: one step before the measured ones, one more
+    in which ops are timed, and two in which tensors are counted."""
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)) for _ in range(3)]
     batch = torch.randn(12, 8), torch.randint(4, (12,))
@@ -389,9 +389,12 @@ def test_steps_that_are_profiled_train_as_others() -> None:
                 profile = array.profile(*batch, num_steps=num_steps)
                 assert len(profile.step_times_s) == num_steps
                 assert profile.plan is array.plan
+                drawn, _ = array.figure("phases")
+                assert drawn.get_suptitle() == profile.figure("phases")[0].get_suptitle()
+                assert "a step by phase" in array._repr_html_()
                 assert all(each.forward_s > 0 for each in profile.ranks)
             else:
-                for _ in range(3):
+                for _ in range(5):
                     array.train_step(*batch)
             losses.append(array.train_step(*batch))
             array.leave(0, 1, 2)

@@ -20,6 +20,7 @@ from autopar.ir.mesh import Mesh
 from autopar.lowering.program import lower
 from autopar.sharding.strategy import Analysis, Strategy
 from autopar.testing.lockstep import LockstepRun
+from tests.models.families import VOCABULARY, llama
 from tests.oracles import assert_same, lockstep_steps, random_assignment, reference_steps, state_of
 
 NUM_SEEDS = 4
@@ -245,8 +246,14 @@ def strided_reads(model: Odd, x: Tensor) -> Tensor:
     return (windows.sin().sum() + rows.sum()) * z.as_strided((3, 2), (4, 1), 2).square().sum()
 
 
+def joined_with_nothing(model: Odd, x: Tensor) -> Tensor:
+    y = model.linear(x).unflatten(1, (2, 2))
+    z = torch.cat([y.new_empty(0), y, model.seen[:0], y.sin()], 1)
+    return torch.cat([z, x[0, :0]], -2).square().mean()
+
+
 BODIES = [
-    own_gradients, strided_reads,
+    own_gradients, strided_reads, joined_with_nothing,
     reentrant, reentrant_without_gradient, reentrant_draws,
     filled_diagonal, filled_diagonal_of_a_tall_one, strided_writes,
     chosen_rows, written_back, number_of_a_tensor, looped, scanned,
@@ -270,6 +277,30 @@ def test_odd_models_train_as_in_eager(body):
         strategy = Strategy(analysis, random_assignment(analysis, Mesh(("a",), (2,)), seed))
         got = lockstep_steps(strategy, captured, state_of(model), batches)
         assert_same(got, expected, tolerance=1e-9)
+
+
+def test_a_key_cache_that_is_still_empty_is_no_hindrance():
+    torch.manual_seed(0)
+    model = llama(num_layers=1)
+    model.config.use_cache = True  # keys and values are joined to tensors of shape (0,)
+    model.double()
+    ids = torch.randint(0, VOCABULARY, (4, 8))
+    batches = [{"input_ids": ids, "labels": ids.flip(0)}] * 2
+    captured = capture(model, batches[0])
+    analysis = Analysis(captured.graph)
+    joins = [
+        (op, space)
+        for op, space in zip(captured.graph.ops, analysis.spaces)
+        if any(captured.graph.values[index].shape == (0,) for index in op.inputs)
+        and op.target_name == "aten.cat.default"
+    ]
+    assert len(joins) == 2
+    assert all(space is not None and space.splittable() for _, space in joins)
+    expected = reference_steps(copy.deepcopy(model), batches)
+    for seed in range(NUM_SEEDS):
+        strategy = Strategy(analysis, random_assignment(analysis, Mesh(("a",), (2,)), seed))
+        got = lockstep_steps(strategy, captured, state_of(model), batches)
+        assert_same(got, expected, tolerance=1e-6)  # parts of it compute in single precision
 
 
 @pytest.mark.parametrize(

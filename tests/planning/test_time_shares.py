@@ -15,10 +15,11 @@ from autopar.frontend.capture import capture
 from autopar.planning.combinations import Combinations
 from autopar.planning.deadline import Deadline
 from autopar.planning.planner import make_planned, make_setting
+from autopar.planning.ranking import rank
 from autopar.planning.recompute_request import Recompute, Request
 from autopar.planning.schedule_search import MAX_FEWEST_MESHES, Search
-from autopar.planning.setting import Setting
-from autopar.planning.sharding_search import rank, search_meshes, search_within
+from autopar.planning.setting import LEAST_OPENED_SHARE, Setting
+from autopar.planning.sharding_search import search_meshes, search_within
 from autopar.planning.space import Space
 from tests.models.zoo import build
 
@@ -142,3 +143,17 @@ def test_a_whole_batch_that_has_had_its_time_is_tried_again_where_nothing_else_f
     found = make_planned(captured, one, space, constraints=budget, time_limit_s=limit_s).plan
     assert found.recomputation
     assert sum(found.prediction.memory_bytes.values()) <= budget.size_bytes
+
+
+def test_a_search_that_has_a_plan_to_beat_shares_what_is_left_of_the_time() -> None:
+    space = Space(is_open=True)
+    setting = setting_of(Space(), time_limit_s=1000.0)
+    late = replace(setting, begun_s=setting.begun_s - 400.0)
+    without = late.opened(space, has_plan=False)
+    assert (without.search_limit_s, without.end) == (late.search_limit_s, late.end)
+    shared = late.opened(space, has_plan=True)
+    assert shared.search_limit_s == pytest.approx(0.6 * late.search_limit_s, rel=0.05)
+    assert shared.end.at_s == pytest.approx(late.end.at_s, abs=1.0)
+    spent = replace(setting, begun_s=setting.begun_s - 2000.0)
+    least = spent.opened(space, has_plan=True)
+    assert least.search_limit_s == pytest.approx(LEAST_OPENED_SHARE * spent.search_limit_s)

@@ -164,6 +164,8 @@ def cat(draw: Draw, new: New):
     for _ in range(draw(st.integers(1, 3))):
         shape[dim] = draw(SMALL)
         parts.append(new(*shape))
+    if draw(BOOL):
+        parts.insert(draw(st.integers(0, len(parts))), new(0))  # which torch skips
     return parts, dim
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.base.errors import StepError, WorkerError
+from autopar.runtime.step.timing import Timing
 
 NUM_CLASSES = 5
 sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -156,15 +157,15 @@ def test_a_step_whose_ops_are_timed_fails_alike(kind: str) -> None:
     model.norm = nn.LayerNorm(8).double()  # type: ignore[assignment]
     expected, _ = eager_steps(model, given)
     with compiled_model(model, **PLANS[kind]) as compiled:
-        compiled._runner.time_ops(True)
+        compiled._runner.set_timing(Timing.OPS)
         losses = []
         for batch in given:
             with pytest.raises(StepError, match=r"rank 1 of 2 raised IndexError: .*nll_loss.* at "):
                 compiled.train_step(*spoilt(batch, row=15))
             losses.append(compiled.train_step(*batch).item())
-            assert all(compiled._runner.op_seconds())
+            assert all(rank.ops for rank in compiled._runner.step_times())
         plain = compiled_error(compiled, batches(1)[0])
-        compiled._runner.time_ops(False)
+        compiled._runner.set_timing(Timing.ACTIONS)
         assert plain == compiled_error(compiled, batches(1)[0])
     assert losses == pytest.approx(expected, abs=1e-9)
 

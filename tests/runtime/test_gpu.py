@@ -22,8 +22,8 @@ from autopar.rules.batch_norm import _SynchronizedBatchNorm
 from autopar.rules.context import LocalContext
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.machine.streams import Streams
+from autopar.runtime.op_profile import PASSES, Pass
 from autopar.runtime.options import RunOptions
-from autopar.runtime.profile import BACKWARD, FORWARD
 from autopar.schedules import Resource
 from autopar.sharding.strategy import Analysis, Strategy
 from tests.equality.case import SINGLE_PRECISION
@@ -391,14 +391,14 @@ def test_the_time_of_an_action_is_the_devices() -> None:
         profile_limit_s=0,
     ) as compiled:  # fmt: skip
         profile = compiled.profile(x, x, num_steps=2)
-    (times,) = profile.actions
+    (times,) = profile.times
     flops = 2 * num_layers * size**3
     passes = {
-        kinds: sum(t.end_s - t.start_s for t in times if t.action.kind in kinds)
-        for kinds in (FORWARD, BACKWARD)
+        each: sum(t.end_s - t.start_s for t in times.actions if t.action.kind in PASSES[each])
+        for each in (Pass.FORWARD, Pass.BACKWARD)
     }
-    assert passes[FORWARD] > flops / 2e15
-    assert passes[BACKWARD] > (2 * flops - flops / num_layers) / 2e15
+    assert passes[Pass.FORWARD] > flops / 2e15
+    assert passes[Pass.BACKWARD] > (2 * flops - flops / num_layers) / 2e15
 
 
 def reference_steps_of(model: nn.Module, batches: list[tuple[Tensor, ...]]) -> list[float]:

@@ -268,7 +268,7 @@ def test_counting_and_profiling_launch_op_by_op(recorder: Rerun) -> None:
         for seed in range(4):
             compiled.train_step(*batch(seed))
         assert compiled.action_times() == [[]]
-        assert compiled.profile(*batch(0), num_steps=3).actions[0]
+        assert compiled.profile(*batch(0), num_steps=3).times[0].actions
         compiled.peak_tensor_bytes(*batch(0))
         assert recorder.num_records == 1
         for seed in range(4):

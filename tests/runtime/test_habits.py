@@ -32,8 +32,8 @@ class Net(nn.Module):
         return scale * self.layers(x).square().mean()
 
 
-def compiled_net(**options: Any) -> Any:
-    return autopar.compile(Net(), 1, BATCH, profile_limit_s=0.0, **options)
+def compiled_net(num_devices: int = 1, **options: Any) -> Any:
+    return autopar.compile(Net(), num_devices, BATCH, profile_limit_s=0.0, **options)
 
 
 @pytest.fixture(scope="module")
@@ -367,14 +367,14 @@ def test_closing_after_a_worker_died_keeps_the_error_of_the_step() -> None:
             os.kill(made._runner.group.pids[0], signal.SIGKILL)
             made.train_step(BATCH)
 
-    made = compiled_net(optimizer=ADAM)
+    made = compiled_net(2, optimizer=ADAM)
     for use in (lose_a_worker, lambda made: made.train_step(BATCH)):
         with pytest.raises(autopar.WorkerError, match=r"worker 0 .* SIGKILL"):
             use(made)
 
 
 def test_closing_does_not_wait_for_a_stopped_worker() -> None:
-    made = compiled_net(optimizer=ADAM)
+    made = compiled_net(2, optimizer=ADAM)
     made.train_step(BATCH)
     os.kill(made._runner.group.pids[0], signal.SIGSTOP)
     started_s = time.monotonic()

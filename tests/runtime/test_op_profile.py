@@ -33,6 +33,7 @@ from autopar.runtime.measure.op_prices import op_prices
 from autopar.runtime.op_profile import BETWEEN, OpProfile, Pass, op_profiles
 from autopar.runtime.op_tables import REST, worst_groups
 from autopar.runtime.profile import Profile
+from autopar.runtime.step.timing import Timing
 from tests.models.zoo import build
 
 ADAM = functools.partial(torch.optim.Adam, lr=1e-3)
@@ -104,6 +105,30 @@ def test_the_worst_predictions_are_named_with_the_numbers_of_the_ops(
     assert drawn == pytest.approx([v for s in data.series for v in s.values if v is not None])
 
 
+def test_ops_are_within_the_passes_that_they_are_part_of(profiled: tuple[Any, Profile]) -> None:
+    compiled, profile = profiled
+    forward = [op for op in profile.ops if op.direction is Pass.FORWARD]
+    backward = [op for op in profile.ops if op.direction in (Pass.BACKWARD, Pass.RECOMPUTED)]
+    staged = {b.name for b in compiled.program.blocks if b.role is Role.EVERY}
+    for direction, ops in ((Pass.FORWARD, forward), (Pass.BACKWARD, backward)):
+        passes = [each for each in profile.passes if each.direction is direction]
+        assert len(passes) == compiled.plan.schedule.num_devices
+        for is_between in (False, True):
+            spent = [
+                op.measured_s
+                for op in ops
+                if op.block in staged and (op.operator == BETWEEN) == is_between
+            ]
+            found = sum(each.between_s if is_between else each.ops_s for each in passes)
+            assert found == pytest.approx(sum(spent))
+        for each in passes:
+            assert 0 < each.ops_s <= each.ops_s + each.between_s <= each.measured_s
+            cells = each.measured_s, each.ops_s, each.between_s, each.outside_s
+            assert sum(cells[1:]) == pytest.approx(cells[0])
+            text = "  ".join(map(format_seconds, cells)).replace(" ", "")
+            assert text in str(profile).replace(" ", "")
+
+
 def test_updates_and_the_rest_are_among_the_predictions(profiled: tuple[Any, Profile]) -> None:
     compiled, profile = profiled
     rest = profile.timed[-1]
@@ -164,7 +189,9 @@ def test_the_rows_of_a_block_add_up_to_the_time_of_its_graphs(name: str) -> None
         model, 1, make_batch(0), optimizer=ADAM, profile_limit_s=0.0, **options
     ) as compiled:
         compiled.train_step(**make_batch(1))
-        raw = compiled._op_seconds(1, **make_batch(1), local=False)
+        with compiled._measurement((), make_batch(1), local=False) as measurement:
+            (step,) = measurement.steps(1, Timing.OPS)
+        raw = [[rank.ops for rank in step.ranks]]
         prices = op_prices(compiled.plan, compiled._captured)
         program, device = compiled.program, compiled.plan.cluster.device
         rows, num = op_profiles(prices, program, raw, device), compiled.plan.schedule
@@ -241,7 +268,7 @@ def test_a_gradient_that_cannot_be_traced_leaves_no_mark() -> None:
 
 def test_training_goes_on_untimed(profiled: tuple[Any, Profile]) -> None:
     compiled, _ = profiled
-    assert compiled._runner.op_seconds() == [[], []]
+    assert all(not rank.ops and not rank.waits for rank in compiled._runner.step_times())
 
 
 class Ticks:
@@ -268,17 +295,26 @@ def test_spans_are_summed_over_micro_batches_and_read_once() -> None:
     assert moments_of(cpu) is HostMoment
 
 
-def test_the_median_step_of_the_slowest_rank_counts(profiled: tuple[Any, Profile]) -> None:
+def test_the_mean_step_of_the_slowest_rank_of_each_stage_counts(
+    profiled: tuple[Any, Profile],
+) -> None:
+    """As if both stages of the pipeline ran the block, for half of the micro-batches each."""
     compiled, program = profiled[0], profiled[0].program
-    price = op_prices(compiled.plan, compiled._captured)[20]
+    staged = {b.name for b in program.blocks if b.role is Role.EVERY}
+    prices = op_prices(compiled.plan, compiled._captured)
+    price = [each for each in prices if each.block in staged and each.estimate.forward_s][4]
     block = [each.name for each in program.blocks].index(price.block)
     nodes = program.kernels[program.blocks[block].kernel].forward.graph.nodes
     node = next(n for n, each in enumerate(nodes) if op_place(each) == price.place)
     at = block, Phase.FORWARD, node
-    steps = [[[(*at, 1.0)], [(*at, 4.0)]], [[(*at, 2.0)], [(*at, 6.0)]], [[(*at, 9.0)], []]]
+    steps = [
+        [[(*at, 1.0)], [(*at, 4.0)]],
+        [[(*at, 2.0)], [(*at, 6.0)]],
+        [[(*at, 9.0)], [(*at, 5.0)]],
+    ]
     made = [[[OpSeconds(*each) for each in rank] for rank in step] for step in steps]
     (op,) = op_profiles([price], program, made, compiled.plan.cluster.device)
-    assert (op.name, op.measured_s) == (price.name, 5.0)
+    assert (op.name, op.measured_s) == (price.name, 4.0 + 5.0 if compiled.plan.is_pipeline else 5.0)
     assert op.predicted_s == price.estimate.forward_s
 
 

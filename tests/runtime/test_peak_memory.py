@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
 import sys
 
 import pytest
@@ -63,3 +65,26 @@ def test_tensors_that_only_describe_others_hold_nothing():
 def _fake(num_elements: int) -> torch.Tensor:
     with FakeTensorMode():
         return torch.ones(num_elements)
+
+
+def test_counting_tensors_prints_nothing_unless_asked_to():
+    code = (
+        "import os, torch\n"
+        "from autopar.runtime.host.peak_memory import PeakTensors\n"
+        "before = dict(os.environ)\n"
+        "peak = PeakTensors(torch.device('cpu'))\n"
+        "peak.start()\n"
+        "assert peak.stop() >= 0\n"
+        "assert dict(os.environ) == before\n"
+    )
+    lines = {}
+    for level in (None, "5"):
+        given = {**os.environ} | ({} if level is None else {"KINETO_LOG_LEVEL": level})
+        run = subprocess.run(
+            [sys.executable, "-c", code], env=given, capture_output=True, text=True, timeout=120,
+            check=True,
+        )  # fmt: skip
+        lines[level] = [line for line in run.stderr.splitlines() if "profiler_st" in line]
+    assert lines[None] == []
+    if torch.__version__.startswith("2.13"):
+        assert lines["5"]

@@ -71,6 +71,7 @@ FIXED: list[tuple[int, dict[str, Any]]] = [
     (2, {"num_stages": 4, "schedule": "interleaved", "num_microbatches": 4}),
     (2, {"num_stages": 2, "schedule": "chimera", "num_microbatches": 2, "max_grad_norm": 1e3}),
     (2, {"cuts": ["transformer.h.1"], "num_microbatches": 2, "schedule": "gpipe"}),
+    (2, {"cuts": ["transformer.h.1.mlp"], "num_microbatches": 2, "recompute": "full"}),
     (2, {"num_stages": 2, "num_microbatches": 4, "recompute": "full"}),
     (2, {"num_stages": 4, "schedule": "zb_v", "num_microbatches": 2, "recompute": 0.3}),
     (4, {"num_stages": 2, "num_microbatches": 2, "mesh": {"dp": 2}}),
@@ -335,11 +336,12 @@ def planned(model: nn.Module, **options: Any) -> Plan:
 
 
 def test_a_plan_says_what_its_pipeline_is(model: nn.Module) -> None:
-    plan = planned(model, num_stages=4, num_microbatches=4)
+    first = ["transformer.h.0", "transformer.h.1", "lm_head"]
+    plan = planned(model, cuts=first, num_microbatches=4)
     assert Plan.from_json(plan.to_json()) == plan
     text = plan.report("full")
     assert "1f1b, 4 micro-batches, 4 pipeline ranks" in text
-    assert "stages begin at  transformer, transformer.h.0, transformer.h.1" in text
+    assert f"stages begin at  {', '.join(['transformer', *first])}" in text
     assert "bubbles" in text
     assert "1F1B (DAPPLE)" in text  # beside other systems' schedules
     assert 0.3 < plan.prediction.bubble_share < 0.9  # stages of a small model are uneven

@@ -16,10 +16,13 @@ import torch
 
 import autopar
 from autopar.base.errors import InputError
+from autopar.base.units import format_bytes
 from autopar.runtime.op_tables import REST
 from autopar.runtime.profile import Profile
 from autopar.runtime.step.executor import ActionTime
+from autopar.runtime.step.timing import RankTimes
 from autopar.schedules import Action, Kind, Resource
+from tests.models.zoo import build
 
 ADAM = functools.partial(torch.optim.Adam, lr=1e-3)
 
@@ -42,7 +45,10 @@ def test_phases_of_a_rank_make_up_its_step(profiled: tuple[Any, Profile]) -> Non
     assert profile.ratio == profile.step_time_s / compiled.plan.prediction.step_time_s
     assert [rank.rank for rank in profile.ranks] == [0, 1]
     for rank in profile.ranks:
-        parts = rank.forward_s, rank.backward_s, rank.messages_s, rank.waiting_s, rank.rest_s
+        parts = (
+            rank.forward_s, rank.backward_s, rank.communication_s, rank.messages_s,
+            rank.waiting_s, rank.rest_s,
+        )  # fmt: skip
         assert min(parts) >= 0
         assert sum(parts) == pytest.approx(profile.step_time_s)
         assert (rank.messages_s > 0) == compiled.plan.is_pipeline
@@ -60,7 +66,8 @@ def test_streams_that_overlap_are_counted_once_and_drawn_apart(
         ActionTime(action=action, resource=resource, start_s=start_s, end_s=end_s)
         for action, resource, start_s, end_s in spans
     )
-    profile = dataclasses.replace(profiled[1], actions=(times, times), step_times_s=(6.0,))
+    found = RankTimes(actions=times)
+    profile = dataclasses.replace(profiled[1], times=(found, found), step_times_s=(6.0,))
     for rank in profile.ranks:
         assert (rank.forward_s, rank.backward_s) == (1.0, 4.0)
         assert (rank.waiting_s, rank.rest_s) == (1.0, 1.0)
@@ -119,7 +126,9 @@ def test_traces_have_every_action_measured_and_predicted(
         kind = tracks[track].split()[0]
         slices[kind][event["pid"], event["name"]] += 1
     ran = Counter(
-        (rank, str(each.action)) for rank, found in enumerate(profile.actions) for each in found
+        (rank, str(each.action))
+        for rank, found in enumerate(profile.times)
+        for each in found.actions
     )
     assert slices["measured"] == ran + Counter({(rank, REST): 1 for rank in range(2)})
     computed = Counter({key: n for key, n in ran.items() if "_" not in key[1]})
@@ -127,6 +136,27 @@ def test_traces_have_every_action_measured_and_predicted(
     assert Counter(passes) == computed
     names = {e["name"] for e in plan if e["ph"] == "X"}
     assert {name for name in names if not re.search("_|[GU]$", name)} == {n for _, n in computed}
+
+
+def test_traces_have_the_parts_of_a_predicted_step_on_every_rank(
+    profiled: tuple[Any, Profile],
+) -> None:
+    """Without a pipeline each block's computation and communication are inside the passes."""
+    compiled, profile = profiled
+    events = profile.trace_events()
+    tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    begun = [event for event in events if event["ph"] == "B"]
+    assert bool(begun) == (not compiled.plan.is_pipeline)
+    by_rank = [
+        [(e["name"], e["ts"], tracks[0, e["tid"]]) for e in begun if e["pid"] == rank]
+        for rank in range(2)
+    ]
+    assert by_rank[0] == by_rank[1]
+    for event in begun:
+        assert tracks[event["pid"], event["tid"]].startswith("predicted ")
+    blocks = {event["args"]["block"] for event in begun if event["name"].startswith("forward")}
+    if not compiled.plan.is_pipeline:
+        assert {m.block for m in compiled.plan.modules if m.forward_s > 1e-9} == blocks
 
 
 def test_a_number_of_steps_that_is_none_is_refused(profiled: tuple[Any, Profile]) -> None:
@@ -151,5 +181,75 @@ def test_figures_draw_predicted_and_measured_times(profiled: tuple[Any, Profile]
         profile.stages[0].forward_s,
         profile.stages[0].backward_s,
     )
-    with pytest.raises(InputError, match=r"'stage'; write phases \| stages \| ops; did you mean"):
+    with pytest.raises(
+        InputError, match=r"'stage'; write phases \| stages \| ops \| peak_memory; did"
+    ):
         profile.figure("stage")
+
+
+def test_peak_memory_is_that_of_the_same_steps_beside_the_prediction(
+    profiled: tuple[Any, Profile],
+) -> None:
+    """Counted once more, and at least the weights and Adam's two moments of each."""
+    compiled, profile = profiled
+    memory, prediction = profile.memory, compiled.plan.prediction
+    assert memory is not None
+    model, make_batch = build("gpt2")
+    held = 3 * sum(p.nbytes for p in model.parameters())
+    assert sum(memory.tensor_bytes) > held
+    again = compiled.peak_tensor_bytes(**make_batch(1))
+    assert memory.tensor_bytes == pytest.approx(again, rel=0.02)
+    assert all(grown > 0 for grown in memory.growth_bytes)
+    tensors, process = memory.rows(compiled.plan)
+    assert tensors.predicted_bytes == sum(prediction.memory_bytes.values())
+    assert process.predicted_bytes == prediction.resident_bytes
+    assert tensors.ratio == max(memory.tensor_bytes) / tensors.predicted_bytes
+    text = str(profile)
+    for row in (tensors, process):
+        cells = [row.name, *map(format_bytes, (row.predicted_bytes, *row.measured_bytes))]
+        assert re.search(r"\s+".join([*map(re.escape, cells), f"{row.ratio:.2f}"]), text)
+    _, axes = profile.figure("peak_memory")
+    scale = {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10}[axes.get_xlabel()]
+    drawn = [patch.get_width() * scale for patch in axes.patches]
+    by_row = [(row.predicted_bytes, *row.measured_bytes) for row in (tensors, process)]
+    assert drawn == pytest.approx([size for sizes in zip(*by_row) for size in sizes])
+
+
+def test_steps_that_only_measure_are_not_among_those_of_training(
+    profiled: tuple[Any, Profile],
+) -> None:
+    compiled, _ = profiled
+    _, make_batch = build("gpt2")
+    before = tuple(compiled._step_times_s)
+    compiled.peak_tensor_bytes(**make_batch(1))
+    assert tuple(compiled._step_times_s) == before
+    found = compiled.profile(num_steps=1, **make_batch(1))
+    assert tuple(compiled._step_times_s) == (*before, *found.step_times_s)
+
+
+def test_json_has_the_numbers_of_all_tables(profiled: tuple[Any, Profile], tmp_path: Path) -> None:
+    compiled, profile = profiled
+    text = profile.to_json(tmp_path / "profile.json")
+    assert (tmp_path / "profile.json").read_text() == text
+    found = json.loads(text)
+    assert found["step_times_s"] == list(profile.step_times_s)
+    assert found["predicted_step_time_s"] == compiled.plan.prediction.step_time_s
+    phases = {each["name"]: each for each in found["phases"]}
+    waited = [sum(b - a for a, b in rank.waits) for rank in profile.times]
+    assert phases["exposed communication"]["measured_s"] == waited
+    assert (
+        phases["exposed communication"]["predicted_s"] == compiled.plan.prediction.communication_s
+    )
+    by_rank = [each["measured_s"] for each in found["phases"] if each["measured_s"]]
+    assert [sum(times) for times in zip(*by_rank, strict=True)] == pytest.approx(
+        [profile.step_time_s] * 2
+    )
+    assert profile.memory is not None
+    tensors, process = found["memory"]
+    assert tensors["measured_bytes"] == list(profile.memory.tensor_bytes)
+    assert process["measured_bytes"] == list(profile.memory.growth_bytes)
+    assert [op["measured_s"] for op in found["ops"]] == [op.measured_s for op in profile.timed]
+    assert [each["stage"] for each in found["stages"]] == list(range(len(profile.stages)))
+    for each, passed in zip(found["passes"], profile.passes, strict=True):
+        assert each["measured_s"] == passed.measured_s
+        assert each["direction"] == passed.direction

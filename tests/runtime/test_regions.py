@@ -156,14 +156,14 @@ def test_compiled_blocks_draw_fail_and_replay_as_others(tmp_path: Path) -> None:
 def test_without_a_compiler_blocks_run_op_by_op_and_say_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    eager = compiled_model(None, 1)
+    eager = compiled_model(None)
     monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     said = (
         r"run op by op, because Inductor cannot .*: F of block 'table\+layers\.0', .*No working C"
     )
     with pytest.warns(UserWarning, match=said):
-        compiled = compiled_model("compiled", 1)
+        compiled = compiled_model("compiled")
     assert re.search(said, " ".join(compiled.report("full").split()))
     with eager, compiled:
         assert compiled.train_step(*batch(0)).item() == eager.train_step(*batch(0)).item()

@@ -1,8 +1,8 @@
 """The protocol of a transport: what carries collectives and messages between the ranks of a group.
 
-A transport implements `Collectives`, `Messages` or both, and `autopar.comm.transports.registry`
-lists it in order of preference. Bound collectives, the links of a pipeline, the memory model and
-the measurements of collectives speak to these protocols only.
+A transport implements `CollectiveTransport`, `Messages` or both, and
+`autopar.comm.transports.registry` lists it in order of preference. Bound collectives, the links of
+a pipeline, the memory model and the measurements of collectives speak to these protocols only.
 
 All ranks of a group call the same methods in the same order, with contiguous tensors of the same
 shapes and dtypes. A method that cannot complete because another rank is gone raises a RuntimeError:
@@ -54,21 +54,6 @@ class Traits:
 class Collectives(Protocol):
     """Collectives of one group of ranks. ``overlapped`` is a request: see `Traits.overlaps`."""
 
-    traits: ClassVar[Traits]
-
-    @classmethod
-    def serves(cls, device_kind: str, num_ranks: int) -> bool:
-        """Whether groups of this size on devices of this kind are meant to use it.
-
-        The memory model asks this for devices that are not here.
-        """
-        ...
-
-    @classmethod
-    def open(cls, process_group: Any) -> Self | None:
-        """Open it for the ranks of a group; None on all of them if any rank cannot. Collective."""
-        ...
-
     def all_reduce(
         self, x: Tensor, reduction: Reduction = Reduction.SUM, *, overlapped: bool = False
     ) -> Wait:
@@ -85,6 +70,25 @@ class Collectives(Protocol):
 
     def reduce_scatter(self, whole: Tensor, *, overlapped: bool = False) -> Callable[[], Tensor]:
         """Sum all ranks' ``whole`` (1-d, equal shards); the returned call gives this rank's."""
+        ...
+
+
+class CollectiveTransport(Collectives, Protocol):
+    """A transport that carries the collectives of one group of ranks."""
+
+    traits: ClassVar[Traits]
+
+    @classmethod
+    def serves(cls, device_kind: str, num_ranks: int) -> bool:
+        """Whether groups of this size on devices of this kind are meant to use it.
+
+        The memory model asks this for devices that are not here.
+        """
+        ...
+
+    @classmethod
+    def open(cls, process_group: Any) -> Self | None:
+        """Open it for the ranks of a group; None on all of them if any rank cannot. Collective."""
         ...
 
     def close(self) -> None: ...

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from autopar.comm.transports.base import Collectives, Messages, Traits
+from autopar.comm.transports.base import CollectiveTransport, Messages, Traits
 from autopar.comm.transports.c10d import (
     C10dCollectives,
     C10dMessages,
@@ -16,13 +16,17 @@ from autopar.comm.transports.c10d import (
 from autopar.comm.transports.shared_memory import SharedMemoryMessages
 from autopar.comm.transports.sockets import SocketCollectives
 
-COLLECTIVES: tuple[type[Collectives], ...] = (SocketCollectives, GlooCollectives, C10dCollectives)
+COLLECTIVES: tuple[type[CollectiveTransport], ...] = (
+    SocketCollectives,
+    GlooCollectives,
+    C10dCollectives,
+)
 MESSAGES: tuple[type[Messages], ...] = (SharedMemoryMessages, GlooMessages, C10dMessages)
 
 
 def open_collectives(
     process_group: Any, device_kind: str, *, must_overlap: bool = False
-) -> Collectives:
+) -> CollectiveTransport:
     """The collectives of a group, by the first transport that all its ranks can use.
 
     With ``must_overlap``, by one whose collectives run while their caller computes. Collective.

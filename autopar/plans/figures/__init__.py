@@ -28,6 +28,7 @@ from autopar.plans.figures.timeline import (
     held_data,
     plot_held,
     plot_timeline,
+    step_chart,
     timeline_data,
 )
 
@@ -65,6 +66,7 @@ __all__ = [
     "plot_timeline",
     "recomputation_data",
     "search_data",
+    "step_chart",
     "step_data",
     "strategy_data",
     "timeline_data",

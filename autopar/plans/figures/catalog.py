@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from matplotlib.figure import Figure
+
 from autopar.base.documents import shown
 from autopar.base.errors import InputError
 from autopar.base.spelling import did_you_mean
+from autopar.base.units import format_seconds
 from autopar.plans.figures.bar_plots import plot_bars
 from autopar.plans.figures.drawing import FigureAndAxes, svg_of
 from autopar.plans.figures.k_curve import plan_k_curve, plot_k_curve
@@ -29,10 +32,11 @@ from autopar.plans.figures.timeline import (
     held_data,
     plot_held,
     plot_timeline,
+    step_chart,
     timeline_data,
 )
 from autopar.plans.parts import PlanFields
-from autopar.plans.timeline import predicted_timeline
+from autopar.plans.timeline import predicted_spans, predicted_timeline
 
 MOST_BARS = 2000
 """A timeline of more bars is not part of a page."""
@@ -47,11 +51,15 @@ class Recipe(NamedTuple):
 
 
 def _timeline(plan: PlanFields) -> TimelineChart | None:
+    spans = predicted_spans(plan)
+    if spans is not None:
+        step = f"A step of {format_seconds(plan.prediction.step_time_s)}"
+        each = " on each device" * plan.may_split
+        return step_chart(spans, f"{step}{each}: {plan.schedule.name}")
     found = predicted_timeline(plan)
     if found is None:
         return None
-    what = "A step by pipeline rank" if plan.is_pipeline else "Computation of a step"
-    return replace(timeline_data(found), title=f"{what}: {plan.schedule.name}")
+    return replace(timeline_data(found), title=f"A step by pipeline rank: {plan.schedule.name}")
 
 
 def _activations(plan: PlanFields) -> HeldChart | None:
@@ -79,7 +87,6 @@ FIGURES: Mapping[str, Recipe] = {
         plan_k_curve, plot_k_curve, "its schedule is not reverse_first_k or conventional by stages"
     ),
 }
-IN_NOTEBOOKS = ("step", "memory", "timeline")
 
 
 def figure_data(plan: PlanFields, name: str) -> Any:
@@ -111,20 +118,23 @@ def plan_figure(plan: PlanFields, name: str) -> FigureAndAxes:
     return FIGURES[name].plot(data)
 
 
+def notebook_figures(plan: PlanFields) -> tuple[str, ...]:
+    """The figures that a notebook shows below a plan: a timeline only where ranks differ."""
+    names = ("step", "memory", *(["timeline"] if plan.is_pipeline else []))
+    return page_figures(plan, names)
+
+
 def page_figures(plan: PlanFields, names: tuple[str, ...] = tuple(FIGURES)) -> tuple[str, ...]:
     """Figures as elements of a page: those that the plan has, and no timeline of too many bars."""
     found = []
     for name in names:
         data = FIGURES[name].data(plan)
-        if data is None or _is_left_out(plan, data):
+        if data is None or (isinstance(data, TimelineChart) and len(data.bars) > MOST_BARS):
             continue
-        figure, _ = FIGURES[name].plot(data)
-        found.append(f"<figure>{svg_of(figure, data.title)}</figure>")
+        found.append(figure_element(FIGURES[name].plot(data)[0], data.title))
     return tuple(found)
 
 
-def _is_left_out(plan: PlanFields, data: object) -> bool:
-    """A timeline with too many bars, or with the three of a plan without a pipeline."""
-    if not isinstance(data, TimelineChart):
-        return False
-    return not plan.is_pipeline or len(data.bars) > MOST_BARS
+def figure_element(figure: Figure, title: str) -> str:
+    """A figure as an element of a page."""
+    return f"<figure>{svg_of(figure, title)}</figure>"

@@ -29,7 +29,8 @@ from autopar.plans.text import place_text
 class MemoryChart:
     """Bytes of each category from each of the ``starts_s`` to the next one or ``end_s``.
 
-    ``peak`` is the number of the fullest place; ``usable``: what a plan may use.
+    ``peak`` is the number of the fullest place; ``usable``: what a plan may use; ``of``: what the
+    time is of, if not of the whole step.
     """
 
     title: str
@@ -40,6 +41,7 @@ class MemoryChart:
     sizes: tuple[tuple[float, ...], ...]
     peak: int
     usable: Line
+    of: str = ""
 
     def total(self, number: int) -> float:
         """All bytes at a place."""
@@ -69,7 +71,9 @@ def memory_over_time_data(plan: PlanFields) -> MemoryChart | None:
     sizes = [rows[name] for name in order]
     if any(rest):
         order, sizes = [*order, beyond_tensors(plan)], [*sizes, rest]
-    left_out = f", without {curve.num_left_out} equal micro-batches"
+    is_whole = plan.step_costs is not None
+    words = ", {} equal micro-batches as one" if is_whole else ", without {} equal micro-batches"
+    left_out = words.format(curve.num_left_out)
     return MemoryChart(
         title=f"Memory over a step: at most {format_bytes(sum(row[peak] for row in sizes))}, "
         f"{place_text(points[peak].place)}{left_out if curve.num_left_out else ''}",
@@ -80,6 +84,7 @@ def memory_over_time_data(plan: PlanFields) -> MemoryChart | None:
         sizes=tuple(tuple(map(float, row)) for row in sizes),
         peak=peak,
         usable=Line(name=f"usable, {format_bytes(usable)}", value=float(usable)),
+        of="" if is_whole else "computation",
     )
 
 
@@ -105,7 +110,7 @@ def plot_memory_over_time(chart: MemoryChart) -> FigureAndAxes:
     write(axes, at, 1.05 * top / size, f"  {place}  ", ha=side)
     axes.set_xlim(0, times[-1])
     axes.set_ylim(0, 1.1 * highest / size)
-    name_axis(axes, f"{unit} of computation")
+    name_axis(axes, f"{unit} of {chart.of}" if chart.of else unit)
     axes.set_ylabel(size_name, fontsize=9, color=INK)
     items = [(name, COLORS[i % len(COLORS)]) for i, name in enumerate(chart.categories)]
     beyond = "" if chart.is_usable_shown else ": beyond the chart"

@@ -7,14 +7,14 @@ of its parameters; its color is the split.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.colors import ListedColormap
 
 from autopar.ir.block_names import FIXED, TOTALS
-from autopar.plans.blocks import folded, pattern_of, stages_of_blocks
+from autopar.plans.blocks import label_of, pattern_of, stages_of_blocks
 from autopar.plans.figures.drawing import (
     COLORS,
     GRAY,
@@ -97,17 +97,19 @@ def _rows(plan: PlanFields) -> list[StrategyRow]:
         if is_constant and not (module.forward_s or module.backward_s):
             continue
         kinds = tuple(name_along(each, short=True) for each in shares_of(plan, owned[module.name]))
-        stage, name = stages.get(module.block), module.name or module.block
+        stage, name = stages.get(module.block), label_of([module], with_blocks=False)
         groups[stage, pattern_of(name), tuple(module.splits.split()), kinds].append(module)
+    labels = [label_of(inside, with_blocks=False) for inside in groups.values()]
+    counts = Counter((stage, label) for (stage, *_), label in zip(groups, labels))
     return [
         StrategyRow(
-            label=folded(list(dict.fromkeys(m.name or m.block for m in inside)))
+            label=label_of(inside, with_blocks=counts[stage, label] > 1)
             + ("" if stage is None else f", stage {stage}"),
             splits=splits,  # type: ignore[arg-type]
             kinds=kinds,  # type: ignore[arg-type]
             compute_s=sum(m.forward_s + m.backward_s for m in inside),
         )
-        for (stage, _, splits, kinds), inside in groups.items()
+        for ((stage, _, splits, kinds), inside), label in zip(groups.items(), labels)
     ]
 
 

@@ -1,11 +1,12 @@
-"""Timelines of schedules, and what their ranks hold over time.
+"""Timelines of schedules and of steps without a pipeline, and what ranks hold over time.
 
-In: a ``Timeline``. Out: charts (plain numbers), and from them figures. The devices of a schedule
-are pipeline ranks: each may be many devices.
+In: a ``Timeline``, or the spans of a step. Out: charts (plain numbers), and from them figures. The
+devices of a schedule are pipeline ranks: each may be many devices.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.plans.bars import Unit
@@ -19,12 +20,14 @@ from autopar.plans.figures.drawing import (
     new_figure,
     write,
 )
+from autopar.pricing.step_costs import Part
+from autopar.pricing.step_timeline import Span, Track
 from autopar.schedules.action import Kind
 from autopar.schedules.schedule import Resource
 from autopar.schedules.simulate.timeline import Timeline
 from autopar.schedules.simulate.trace import track_name
 
-KINDS = {
+KINDS: dict[Kind | Part, tuple[str, str]] = {
     Kind.F: ("forward", COLORS[0]),
     Kind.B: ("backward", COLORS[1]),
     Kind.I: ("input gradients", COLORS[1]),
@@ -38,8 +41,24 @@ KINDS = {
     Kind.SEND_B: ("messages", COLORS[4]),
     Kind.RECV_F: ("messages", COLORS[4]),
     Kind.RECV_B: ("messages", COLORS[4]),
+    Part.FORWARD: ("forward", COLORS[0]),
+    Part.RECOMPUTATION: ("recomputation", COLORS[6]),
+    Part.INPUT_GRADIENTS: ("input gradients", COLORS[1]),
+    Part.WEIGHT_GRADIENTS: ("weight gradients", COLORS[2]),
+    Part.UPDATE: ("update", COLORS[7]),
+    Part.REDISTRIBUTION: ("redistribution, cast or copy", COLORS[3]),
+    Part.GATHER: ("parameter gather or cast", COLORS[5]),
+    Part.REDUCTION: ("gradient reduction or cast", COLORS[4]),
+    Part.STALL: ("waiting for copies to the host", COLORS[8]),
 }
-"""The name and the color of each kind of action."""
+"""The name and the color of each kind of action, and of each part of a step."""
+ROWS = {
+    Track.MAIN: "computation",
+    Track.REDISTRIBUTION: "redistributions",
+    Track.COLLECTIVE: "gathers, reductions",
+    Track.HOST: "copies to the host",
+}
+"""The rows of a step without a pipeline."""
 LABEL_POINTS, CHARACTER_POINTS = 6.5, 4.2
 MOST_LABELS = 800
 CURVES = ("solid", "dashed", "dotted", "dashdot")
@@ -47,13 +66,14 @@ CURVES = ("solid", "dashed", "dotted", "dashdot")
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """An action on a row of the chart."""
+    """An action on a row of the chart; ``shorter`` labels are for one that is too narrow."""
 
     row: int
     start_s: float
     duration_s: float
-    kind: Kind
+    kind: Kind | Part
     label: str
+    shorter: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +120,29 @@ def timeline_data(timeline: Timeline, *, links: bool = False) -> TimelineChart:
     )
 
 
+def step_chart(spans: Sequence[Span], title: str) -> TimelineChart:
+    """The bars of a step without a pipeline: each block's parts, on the rows that there are."""
+    tracks = [track for track in Track if any(span.track is track for span in spans)]
+    return TimelineChart(
+        title=title,
+        rows=tuple(ROWS[track] for track in tracks),
+        bars=tuple(
+            Bar(
+                tracks.index(span.track), span.start_s, span.duration_s, span.part, span.block,
+                _ends_of(span.block),
+            )
+            for span in spans
+        ),
+        makespan_s=max((span.end_s for span in spans), default=0.0),
+    )  # fmt: skip
+
+
+def _ends_of(name: str) -> tuple[str, ...]:
+    """The last parts of a module's name, such as ``h.0`` and ``0``."""
+    words = name.split(".")
+    return tuple(".".join(words[place:]) for place in range(1, len(words)))
+
+
 def _row_key(row: tuple[int, str]) -> tuple[int, int, str]:
     """Sort key: ranks, then resources in their declared order."""
     device, track = row
@@ -134,29 +177,36 @@ def plot_timeline(chart: TimelineChart) -> FigureAndAxes:
     """Draw the bars by row, with their actions where they are wide enough."""
     figure, axes = new_figure(chart.title, len(chart.rows))
     unit, scale = Unit.SECONDS.scale(chart.makespan_s)
-    kinds = list(dict.fromkeys(bar.kind for bar in chart.bars))
+    per_point_s = (chart.makespan_s or 1.0) / (0.75 * 72 * WIDTH_INCHES)
+    kinds = [kind for kind in KINDS if any(bar.kind is kind for bar in chart.bars)]
     for kind in kinds:
-        bars = [bar for bar in chart.bars if bar.kind is kind]
+        bars, color = [bar for bar in chart.bars if bar.kind is kind], KINDS[kind][1]
         axes.barh(
             [bar.row for bar in bars],
             [bar.duration_s / scale for bar in bars],
             left=[bar.start_s / scale for bar in bars],
             height=0.85,
-            color=KINDS[kind][1],
-            edgecolor="white",
-            linewidth=0.3,
+            color=color,
+            edgecolor=["white" if bar.duration_s > per_point_s else color for bar in bars],
+            linewidth=[0.3 if bar.duration_s > per_point_s else 0.6 for bar in bars],
         )
-    per_point = (chart.makespan_s or 1.0) / (0.75 * 72 * WIDTH_INCHES)
-    wide = [b for b in chart.bars if b.duration_s > per_point * CHARACTER_POINTS * len(b.label)]
-    for bar in wide if len(wide) <= MOST_LABELS else ():
+    per_character_s = CHARACTER_POINTS * per_point_s
+    labels = [(bar, _fitting(bar, bar.duration_s / per_character_s)) for bar in chart.bars]
+    wide = [(bar, label) for bar, label in labels if label]
+    for bar, label in wide if len(wide) <= MOST_LABELS else ():
         middle = (bar.start_s + bar.duration_s / 2) / scale
         look = {"fontsize": LABEL_POINTS, "ha": "center", "color": "white", "clip_on": True}
-        write(axes, middle, bar.row, bar.label, **look)
+        write(axes, middle, bar.row, label, **look)
     name_rows(axes, chart.rows)
     axes.set_xlim(0, (chart.makespan_s or 1.0) / scale)
     name_axis(axes, unit)
     add_legend(figure, list(dict.fromkeys(KINDS[kind] for kind in kinds)))
     return figure, axes
+
+
+def _fitting(bar: Bar, num_characters: float) -> str:
+    """The longest label of a bar that is so many characters wide; none if all are longer."""
+    return next((each for each in (bar.label, *bar.shorter) if len(each) < num_characters), "")
 
 
 def plot_held(chart: HeldChart) -> FigureAndAxes:

@@ -34,6 +34,12 @@ def publish_to(fd: int) -> None:
     _PAGE.memory = mmap.mmap(fd, SIZE_BYTES)
 
 
+def publish_here() -> None:
+    """Write to memory of this process, if it has no page that others see, for its own errors."""
+    if _PAGE.memory is None:
+        _PAGE.memory = mmap.mmap(-1, SIZE_BYTES)
+
+
 def encoded(text: str) -> bytes:
     """A text as `report` takes it."""
     return text.encode(errors="replace")[:SIZE_BYTES].ljust(SIZE_BYTES, b"\0")

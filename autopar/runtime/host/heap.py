@@ -44,8 +44,9 @@ def _glibc() -> Any:
         return None
 
 
+@functools.cache
 def keep_freed_memory() -> None:
-    """Keep all memory that this process frees from now on.
+    """Keep all memory that this process frees from now on; only the first call does something.
 
     Threads started later share one heap: otherwise buffers freed by a process group's threads would
     be kept for each of them alone.

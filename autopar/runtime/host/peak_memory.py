@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import os
 import resource
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -17,6 +19,7 @@ from autopar.runtime.host.heap import give_back_freed_memory, resident_bytes
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
+_LOG_LEVEL, _NOTHING = "KINETO_LOG_LEVEL", "6"
 
 
 class PeakMemory:
@@ -59,11 +62,15 @@ class PeakTensors:
 
     The memory requested of the allocator, without fragmentation and rounding: torch's own count on
     an accelerator, without what cuBLAS keeps for matrix products; on the CPU from the allocations
-    and frees that torch's profiler sees, and the tensors at the end.
+    and frees that torch's profiler sees, and the tensors at the end. On the CPU these are all of
+    the process, or those that ``held`` gives, where the process has others.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, held: Callable[[], Iterable[torch.Tensor]] | None = None
+    ) -> None:
         self.device = device
+        self._held = held or _tensors_of_process
         self._profiler: torch.profiler.profile | None = None
 
     def start(self) -> None:
@@ -72,7 +79,8 @@ class PeakTensors:
             return
         activities = [torch.profiler.ProfilerActivity.CPU]
         self._profiler = torch.profiler.profile(activities=activities, profile_memory=True)
-        self._profiler.start()
+        with _silent_profiler():
+            self._profiler.start()
 
     def stop(self) -> int:
         """The peak in bytes, without tensors from before `start` that were freed before `stop`."""
@@ -82,7 +90,9 @@ class PeakTensors:
         self._profiler.stop()
         changes = allocations(self._profiler)
         self._profiler = None
-        return _held_bytes() - sum(changes) + max(itertools.accumulate(changes, initial=0))
+        return (
+            _bytes_of(self._held()) - sum(changes) + max(itertools.accumulate(changes, initial=0))
+        )
 
     def _requested_bytes(self, when: str) -> int:
         stats = module_of(self.device).memory_stats(self.device)
@@ -99,10 +109,27 @@ class PeakTensors:
         return before - self._requested_bytes("current")
 
 
-def _held_bytes() -> int:
-    """Bytes of all storages of this process's CPU tensors."""
+@contextlib.contextmanager
+def _silent_profiler() -> Iterator[None]:
+    """Within: a first profiler of this process logs no lines to standard error, unless the user has
+    chosen what it logs. It reads that when it first starts."""
+    if _LOG_LEVEL in os.environ:
+        yield
+        return
+    os.environ[_LOG_LEVEL] = _NOTHING
+    try:
+        yield
+    finally:
+        del os.environ[_LOG_LEVEL]
+
+
+def _tensors_of_process() -> Iterator[torch.Tensor]:
     # By type(): isinstance() asks the object, and torch's deprecated ones then warn.
-    tensors = (t for t in gc.get_objects() if issubclass(type(t), torch.Tensor))
+    return (t for t in gc.get_objects() if issubclass(type(t), torch.Tensor))
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of all storages of CPU tensors, each once."""
     found = {}
     for tensor in tensors:
         if tensor.layout is not torch.strided:

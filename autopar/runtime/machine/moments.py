@@ -7,7 +7,7 @@ are read. They are read once their stream has passed them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +34,11 @@ class HostMoment:
         return 1e3 * (later.at_s - self.at_s)
 
 
+def total_s(spans: Iterable[tuple[Moment, Moment]]) -> float:
+    """The seconds of spans between two moments each, which their stream has passed."""
+    return sum(1e-3 * start.elapsed_time(end) for start, end in spans)
+
+
 def moments_of(device: torch.device) -> Callable[[], Moment]:
     """A function that notes the present moment of a device's current stream: on a GPU an event.
 
@@ -51,6 +56,11 @@ def moments_of(device: torch.device) -> Callable[[], Moment]:
         return event
 
     return record
+
+
+def on_host(moment: Moment, now: Moment, now_s: float) -> float:
+    """The time of a moment on the host's clock; ``now`` is a later one, at ``now_s`` there."""
+    return now_s - 1e-3 * moment.elapsed_time(now)
 
 
 def present_of(device: torch.device) -> tuple[Moment, float]:

@@ -118,6 +118,10 @@ class ProcessMachine:
     def moment(self) -> Moment:
         return self._moment()
 
+    @property
+    def waits(self) -> Sequence[tuple[Moment, Moment]]:
+        return self.communicator.waits.spans
+
     def on(self, issue: Issue) -> contextlib.AbstractContextManager[None]:
         if not is_accelerator(self.device):
             return contextlib.nullcontext()

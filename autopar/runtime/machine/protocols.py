@@ -59,6 +59,11 @@ class Machine(Protocol[T]):
         """The moment at which the current stream has run all that it was given so far."""
         ...
 
+    @property
+    def waits(self) -> Sequence[tuple[Moment, Moment]]:
+        """The moments at which each wait in a collective began and ended, as far as noted."""
+        ...
+
     def add(self, left: T, right: T) -> T: ...
 
     def add_to(self, left: T, right: T) -> None:

@@ -46,7 +46,8 @@ class OpPrice:
 
 def op_prices(plan: Plan, captured: Captured) -> tuple[OpPrice, ...]:
     """The prices of all ops in blocks, in graph order."""
-    cut = prepare(captured, plan.graph.batch_norm).cut(plan.schedule.num_microbatches)
+    prepared = prepare(captured, plan.graph.batch_norm)
+    cut = prepared.cut(plan.schedule.num_microbatches, plan.graph.block_cuts)
     device = plan.cluster.device
     with ProfileStore(default_store_path(), device) as store:
         compute: ComputeModel = RooflineModel(device)

@@ -2,6 +2,8 @@
 
 In: a program, whole state, batches. Out: losses, outputs and whole state. Whole tensors are sent
 once for all workers through shared memory, in portions, and each worker copies only its own shard.
+For one CPU the only rank is in this process (`autopar.runtime.runners.own_process`), and is called
+in the same way.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from autopar.base.errors import InputError
 from autopar.ir.placement import local_shape
 from autopar.lowering.types import RankProgram
 from autopar.runtime.faults.step_limit import StepLimit
-from autopar.runtime.machine.op_clock import OpSeconds
+from autopar.runtime.runners.own_process import OwnProcess
 from autopar.runtime.runners.rank_service import RankService, Step
 from autopar.runtime.state.checkpoint_paths import Path, check_exists, check_writable
 from autopar.runtime.state.checks import check_state
@@ -35,10 +37,10 @@ from autopar.runtime.state.optimizers import (
 )
 from autopar.runtime.state.shards import gather, holder, needed_state, portions
 from autopar.runtime.state.wire import pack
-from autopar.runtime.step.executor import ActionTime
 from autopar.runtime.step.rank import no_optimizer
 from autopar.runtime.step.rank_options import RankOptions
 from autopar.runtime.step.recovery import error_of_step
+from autopar.runtime.step.timing import RankTimes, Timing
 from autopar.runtime.workers.group import WorkerGroup
 
 
@@ -50,7 +52,7 @@ class LocalRunner:
         program: RankProgram,
         state: Mapping[str, Tensor],
         options: RankOptions,
-        start_group: Callable[[], WorkerGroup],
+        start_group: Callable[[], WorkerGroup | OwnProcess],
         *,
         owns_group: bool = True,
     ) -> None:
@@ -64,7 +66,7 @@ class LocalRunner:
         self.group = start_group()
         self._trainings = {0: (program, self._new_limit())}
         try:
-            self.group.call("prepare", pack(program))
+            self.group.call("prepare", self._sent(program))
             for portion in portions(needed_state(program, state)):
                 self.group.call("receive", portion)
             by_rank: list[list[str]] = self.group.call("start", options)
@@ -72,6 +74,9 @@ class LocalRunner:
             self.close()
             raise
         self.not_compiled = list(dict.fromkeys(itertools.chain.from_iterable(by_rank)))
+
+    def _sent(self, program: RankProgram) -> RankProgram | bytes:
+        return program if isinstance(self.group, OwnProcess) else pack(program)
 
     @staticmethod
     def start_workers(devices: Sequence[torch.device], **limits: Any) -> WorkerGroup:
@@ -161,14 +166,14 @@ class LocalRunner:
         return found
 
     def set_training_program(self, slot: int, program: RankProgram) -> None:
-        self.group.call("set_training_program", slot, pack(program))
+        self.group.call("set_training_program", slot, self._sent(program))
         self._trainings[slot] = program, self._new_limit()
 
     def begin_call(self, shapes: str, *, local: bool, in_each: bool) -> None:
         _refuse_local(local)
 
     def set_forward_program(self, slot: int, program: RankProgram) -> None:
-        self.group.call("set_forward_program", slot, pack(program))
+        self.group.call("set_forward_program", slot, self._sent(program))
 
     def watched(self, _name: str) -> AbstractContextManager[None]:
         """Nothing to do: the parent watches the workers in each call."""
@@ -303,14 +308,11 @@ class LocalRunner:
     def counted_tensor_bytes(self) -> list[int]:
         return [int(held) for held in self.group.call("counted_tensor_bytes")]
 
-    def action_times(self) -> list[list[ActionTime]]:
-        return list(self.group.call("action_times"))
+    def set_timing(self, timing: Timing) -> None:
+        self.group.call("set_timing", timing)
 
-    def time_ops(self, is_on: bool) -> None:
-        self.group.call("time_ops", is_on)
-
-    def op_seconds(self) -> list[list[OpSeconds]]:
-        return list(self.group.call("op_seconds"))
+    def step_times(self) -> list[RankTimes]:
+        return list(self.group.call("step_times"))
 
     def close(self) -> None:
         if self._owns_group:
@@ -338,6 +340,6 @@ def check_optimizer_here(program: RankProgram, options: RankOptions) -> None:
 def _refuse_local(local: bool) -> None:
     if local:
         raise InputError(
-            "local=True is for torchrun, where every process has its own part; one process that "
-            "drives local workers passes the global batch: leave local=True out"
+            "local=True is for torchrun, where every process has its own part; one process alone "
+            "passes the global batch: leave local=True out"
         )

@@ -19,7 +19,6 @@ from autopar.base.errors import InputError
 from autopar.comm.groups import release_message_buffers
 from autopar.lowering.types import RankProgram
 from autopar.runtime.host.peak_memory import PeakMemory, PeakTensors
-from autopar.runtime.machine.op_clock import OpSeconds
 from autopar.runtime.state.model_optimizers import ModelState
 from autopar.runtime.state.optimizers import (
     HyperParameters,
@@ -28,10 +27,10 @@ from autopar.runtime.state.shards import holder, local_part
 from autopar.runtime.state.wire import unpack
 from autopar.runtime.step.array import array_of, loop_of, make_runtime
 from autopar.runtime.step.diagnosis import RefusedStep, StepRefused
-from autopar.runtime.step.executor import ActionTime
 from autopar.runtime.step.rank import RankRuntime
 from autopar.runtime.step.rank_options import RankOptions
 from autopar.runtime.step.recovery import FailedStep
+from autopar.runtime.step.timing import RankTimes, Timing
 
 
 class Step(NamedTuple):
@@ -45,20 +44,25 @@ class Step(NamedTuple):
 
 
 class RankService:
-    """The workers' side: one `RankRuntime` that answers the calls of `LocalRunner`."""
+    """The workers' side: one `RankRuntime` that answers the calls of `LocalRunner`.
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    With ``is_guest`` the process is the caller's, not one of its own: what it returns of the state
+    are copies, and counts of tensors leave out those that others hold.
+    """
+
+    def __init__(self, rank: int, world_size: int, *, is_guest: bool = False) -> None:
+        self.is_guest = is_guest
         self.rank = rank
         self.runtime: RankRuntime | None = None
         self._state: dict[str, Tensor] = {}
         self._save: Any = None
 
-    def prepare(self, program: bytes) -> None:
+    def prepare(self, program: RankProgram | bytes) -> None:
         """Receive a new program; what the old one holds is released first."""
         self.runtime = self._save = None
         self._state = {}
         release_message_buffers()
-        self.program: RankProgram = unpack(program)
+        self.program: RankProgram = _program(program)
         self.device = with_index(torch.device(self.program.device_type))
         self.peak_memory = PeakMemory(self.device)
 
@@ -139,38 +143,42 @@ class RankService:
         return self.peak_memory.growth_bytes()
 
     def start_counting_tensors(self) -> None:
-        self.peak_tensors = PeakTensors(self.device)
+        held = self.running.tensors if self.is_guest else None
+        self.peak_tensors = PeakTensors(self.device, held)
         self.peak_tensors.start()
 
     def counted_tensor_bytes(self) -> int:
         return self.peak_tensors.stop()
 
-    def action_times(self) -> list[ActionTime]:
-        return self.running.action_times()
+    def set_timing(self, timing: Timing) -> None:
+        self.running.clock.set(timing)
 
-    def time_ops(self, is_on: bool) -> None:
-        self.running.time_ops(is_on)
+    def step_times(self) -> RankTimes:
+        return self.running.step_times()
 
-    def op_seconds(self) -> list[OpSeconds]:
-        return self.running.op_seconds()
+    def set_training_program(self, slot: int, program: RankProgram | bytes) -> None:
+        self.running.set_training_program(slot, _program(program))
 
-    def set_training_program(self, slot: int, program: bytes) -> None:
-        self.running.set_training_program(slot, unpack(program))
-
-    def set_forward_program(self, slot: int, program: bytes) -> None:
-        self.running.set_forward_program(slot, unpack(program))
+    def set_forward_program(self, slot: int, program: RankProgram | bytes) -> None:
+        self.running.set_forward_program(slot, _program(program))
 
     def forward(
         self, slot: int, tensors: Sequence[Tensor], as_training_pass: bool
     ) -> list[Tensor] | None:
         outputs = self.running.forward(slot, tensors, as_training_pass=as_training_pass)
-        return [x.cpu() for x in outputs] if self.rank == 0 else None
+        return [self._given(x) for x in outputs] if self.rank == 0 else None
 
     def held(self, what: str) -> dict[str, Tensor]:
         """Shards of parameters, gradients and buffers that no lower rank holds."""
         runtime = self.running
         parts = runtime.held_parts() if what == "state" else runtime.held_gradients()
-        return {n: t.cpu() for n, t in parts.items() if self._is_holder(n)}
+        return {n: self._given(t) for n, t in parts.items() if self._is_holder(n)}
+
+    def _given(self, value: Any) -> Any:
+        """A tensor as it is returned; anything else as it is."""
+        if not isinstance(value, Tensor):
+            return value
+        return value.detach().to("cpu", copy=self.is_guest)
 
     def _is_holder(self, name: str) -> bool:
         device, rank = self.program.place(self.rank)
@@ -184,8 +192,12 @@ class RankService:
     def held_optimizer_state(self) -> dict[str, Any]:
         """As `RankRuntime.optimizer_state_dict`, with the shards that no lower rank holds."""
         state = self.running.optimizer_state_dict(local=True)
+        state["param_groups"] = [
+            {key: self._given(value) for key, value in group.items()}
+            for group in state["param_groups"]
+        ]
         state["state"] = {
-            name: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in entries.items()}
+            name: {k: self._given(v) for k, v in entries.items()}
             for name, entries in state["state"].items()
             if self._is_holder(name)
         }
@@ -200,7 +212,14 @@ class RankService:
 
     def model_states(self) -> list[ModelState] | None:
         states = array_of(self.running).model_states()
-        return [_on_cpu(state) for state in states] if self.rank == 0 else None
+        return [self._model_state(state) for state in states] if self.rank == 0 else None
+
+    def _model_state(self, state: ModelState) -> ModelState:
+        entries = {
+            place: {k: self._given(v) for k, v in held.items()}
+            for place, held in state.optimizer["state"].items()
+        }
+        return replace(state, optimizer={**state.optimizer, "state": entries})
 
     def load_model_states(self, states: Sequence[ModelState]) -> None:
         array_of(self.running).load_model_states(states)
@@ -241,12 +260,10 @@ class RankService:
         return self.running.num_steps, self.running.num_skipped_steps
 
 
-def _on_cpu(state: ModelState) -> ModelState:
-    entries = {
-        place: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in held.items()}
-        for place, held in state.optimizer["state"].items()
-    }
-    return replace(state, optimizer={**state.optimizer, "state": entries})
+def _program(given: RankProgram | bytes) -> RankProgram:
+    """A program, which another process has packed."""
+    program: RankProgram = unpack(given) if isinstance(given, bytes) else given
+    return program
 
 
 def _refusal(take_over: Callable[..., None], *args: Any) -> str | None:

@@ -24,7 +24,6 @@ from autopar.lowering.types import RankProgram
 from autopar.runtime.faults.step_limit import StepLimit
 from autopar.runtime.host.heap import keep_freed_memory
 from autopar.runtime.host.peak_memory import PeakMemory, PeakTensors
-from autopar.runtime.machine.op_clock import OpSeconds
 from autopar.runtime.runners import membership
 from autopar.runtime.runners.alike import (
     FORWARD,
@@ -39,9 +38,9 @@ from autopar.runtime.state.optimizers import HyperParameters
 from autopar.runtime.state.shards import local_part
 from autopar.runtime.step.array import array_of, loop_of, make_runtime
 from autopar.runtime.step.diagnosis import StepRefused
-from autopar.runtime.step.executor import ActionTime
 from autopar.runtime.step.rank_options import RankOptions
 from autopar.runtime.step.recovery import error_of_step
+from autopar.runtime.step.timing import RankTimes, Timing
 
 T = TypeVar("T")
 COMPILE = "compile()"
@@ -350,16 +349,12 @@ class SpmdRunner:
         with self.watched("peak_tensor_bytes()"):
             return _from_all_ranks(self.peak_tensors.stop())
 
-    def action_times(self) -> list[list[ActionTime]]:
+    def set_timing(self, timing: Timing) -> None:
+        self.runtime.clock.set(timing)
+
+    def step_times(self) -> list[RankTimes]:
         with self.watched("action_times()"):
-            return _from_all_ranks(self.runtime.action_times())
-
-    def time_ops(self, is_on: bool) -> None:
-        self.runtime.time_ops(is_on)
-
-    def op_seconds(self) -> list[list[OpSeconds]]:
-        with self.watched("profile()"):
-            return _from_all_ranks(self.runtime.op_seconds())
+            return _from_all_ranks(self.runtime.step_times())
 
     def close(self) -> None:
         """Leave the job, and with the last runner the process group, if autopar joined it."""

@@ -13,12 +13,12 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from autopar.base.errors import InputError
+from autopar.comm.groups import Communicator
 from autopar.runtime.state.background import BackgroundSave, BackgroundWriter
 from autopar.runtime.state.checkpoint_format import (
     MANIFEST,
@@ -86,7 +87,7 @@ def _save(
     allow_nonfinite: bool,
 ) -> _Writer:
     """Save by a writer; returns it."""
-    tensors = _tensors(runtime)
+    communicator, tensors = runtime.communicator, _tensors(runtime)
     refusal: str | None = None
     plain: dict[str, Any] = {}
     scalars: dict[str, Any] = {}
@@ -95,8 +96,7 @@ def _save(
     except InputError as error:
         refusal = f"the checkpoint cannot be written: {error}"
     bad = None if allow_nonfinite else _first_nonfinite(runtime)
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (refusal, bad, scalars))
+    gathered = communicator.from_all_ranks((refusal, bad, scalars))
     _raise_first([found[0] for found in gathered])
     _refuse_nonfinite([found[1] for found in gathered], path)
     if "optimizer" in plain:
@@ -104,7 +104,9 @@ def _save(
         plain["optimizer"]["state"] = every
     writer = make_writer(path, plain)
     try:
-        dcp.save(tensors, storage_writer=writer)
+        with warnings.catch_warnings():  # that a rank which is alone saves alone
+            warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
+            dcp.save(tensors, storage_writer=writer, no_dist=communicator.is_alone)
     except dcp.CheckpointException as error:
         writer.discard()
         raise unwritten(path, _reason(error)) from error
@@ -120,10 +122,11 @@ def load(runtime: RankRuntime, path: Path) -> None:
     Raises InputError, and changes nothing, if the checkpoint does not fit, or if anything in it is
     missing or damaged.
     """
+    communicator = runtime.communicator
     with contextlib.ExitStack() as stack:
         if runtime.options.optimizer is not None:
             stack.enter_context(runtime.optimizer_state.materialized())
-        stack.enter_context(refused_by_all())
+        stack.enter_context(refused_by_all(communicator))
         tensors = _tensors(runtime)
         source = _opened(os.fspath(path), tensors)
         wanted = source.saved_of(tensors)
@@ -132,9 +135,9 @@ def load(runtime: RankRuntime, path: Path) -> None:
         trainer = source.trainer
         _check_trainer(runtime, trainer, source.place)
         stamps = source.stamps()
-    with refused_by_all():  # every rank has its stamps
-        source.verify(plan)
-    with refused_by_all():
+    with refused_by_all(communicator):  # every rank has its stamps
+        source.verify(plan, communicator)
+    with refused_by_all(communicator):
         _read(planner, plan, source, stamps)
     model = {k.removeprefix("model."): v for k, v in wanted.items() if k.startswith("model.")}
     runtime.load_state_dict(model)
@@ -274,10 +277,10 @@ class _Source:
         files = () if self.own is None else self.own.files
         return {file.name: stamp_of(self.folder, file.name) for file in files}
 
-    def verify(self, plan: LoadPlan) -> None:
+    def verify(self, plan: LoadPlan, communicator: Communicator) -> None:
         """Verify every file, each by one rank; chunks of a foreign checkpoint by their readers."""
         if self.own is not None:
-            for file in self.own.files[dist.get_rank() :: dist.get_world_size()]:
+            for file in self.own.files[communicator.world_rank :: communicator.num_ranks]:
                 check_file(self.folder, file)
         if self.foreign is not None:
             for key, offset in {(i.storage_index.fqn, i.storage_index.offset) for i in plan.items}:

@@ -58,7 +58,12 @@ class DTensorConverter:
         self.mesh = communicator.mesh
 
     def out(self, local: Tensor, placements: Placements, shape: tuple[int, ...]) -> Tensor:
-        """The shard as a DTensor, which shares its memory unless it must be redistributed."""
+        """The shard as a DTensor, which shares its memory unless it must be redistributed.
+
+        A rank that is alone has no process group, and so no DTensors: its shard is the whole.
+        """
+        if self.communicator.is_alone:
+            return local.detach()
         from torch.distributed.tensor import DTensor
 
         plain = contiguous_placements(placements, shape, self.mesh)

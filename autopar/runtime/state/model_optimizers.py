@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.comm.groups import Communicator
@@ -144,8 +143,7 @@ class ModelOptimizers:
                         own_scalars[model, place, key] = (
                             value.cpu() if isinstance(value, Tensor) else value
                         )
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (own_scalars, own_tensors))
+        gathered = self.communicator.from_all_ranks((own_scalars, own_tensors))
         scalars = {k: v for found, _ in reversed(gathered) for k, v in found.items()}
         tensors = {k: v for _, found in reversed(gathered) for k, v in found.items()}
         wholes: dict[tuple[str, str], Tensor] = {}

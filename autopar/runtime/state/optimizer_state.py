@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.base.errors import InputError
+from autopar.comm.groups import Communicator
 from autopar.lowering.types import ParameterProgram, RankProgram
 from autopar.runtime.state.checks import check_optimizer_state, without_parameters
 from autopar.runtime.state.dtensors import DTensorConverter
@@ -41,6 +41,7 @@ class OptimizerState:
         self.parameters = parameters
         self.programs = programs
         self.dtensors = dtensors
+        self.communicator = dtensors.communicator
         self._names = {id(p): name for name, p in parameters.items()}
 
     def state_dict(self, *, local: bool = False) -> dict[str, Any]:
@@ -64,8 +65,7 @@ class OptimizerState:
 
     def _groups_of_all(self, own: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The parameter groups of all devices of a pipeline, joined."""
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, own)
+        gathered = self.communicator.from_all_ranks(own)
         return joined_groups(gathered, self.program.parameters)
 
     def _entries_out(self, name: str, entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class OptimizerState:
         Raises InputError if it does not fit, and leaves everything as it was.
         """
         state = self._of_this_device(state)
-        with self.materialized(), refused_by_all():
+        with self.materialized(), refused_by_all(self.communicator):
             self.check(state)
         if self.optimizer is None:
             return
@@ -143,15 +143,14 @@ class OptimizerState:
 
 
 @contextlib.contextmanager
-def refused_by_all() -> Iterator[None]:
+def refused_by_all(communicator: Communicator) -> Iterator[None]:
     """Raise an InputError of one rank on all of them. Collective."""
     refusal: InputError | None = None
     try:
         yield
     except InputError as error:
         refusal = error
-    texts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, None if refusal is None else str(refusal))
+    texts = communicator.from_all_ranks(None if refusal is None else str(refusal))
     first = next((text for text in texts if text is not None), None)
     if refusal is None and first is not None:
         refusal = InputError(first)

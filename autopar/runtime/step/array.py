@@ -115,6 +115,9 @@ class ArrayRuntime(RankRuntime):
                     merged[ref.row] = old[ref.row]
         return merged
 
+    def _optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        return self.models.optimizers
+
     @contextlib.contextmanager
     def _seeded_models(self, is_random: bool) -> Iterator[None]:
         if not is_random:

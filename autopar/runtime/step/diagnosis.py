@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx
 
 from autopar.base.errors import NonFiniteError
+from autopar.comm.groups import Communicator
 from autopar.lowering.op_marks import op_place
 from autopar.lowering.printing import operator_name
 from autopar.lowering.types import RankProgram
@@ -176,7 +176,12 @@ def _written(node: fx.Node) -> frozenset[str]:
 
 
 def refused_step(
-    probe: Probe, given: Mapping[str, Tensor], *, number: int, loss: float
+    probe: Probe,
+    communicator: Communicator,
+    given: Mapping[str, Tensor],
+    *,
+    number: int,
+    loss: float,
 ) -> RefusedStep:
     """The findings of all ranks. Collective. ``given`` are the step's operands by name."""
     named = [
@@ -184,8 +189,7 @@ def refused_step(
         for name, value in given.items()
         if (kinds := kinds_in(value))
     ]
-    by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, (probe.found, named))
+    by_rank = communicator.from_all_ranks((probe.found, named))
     given_on: dict[str, list[int]] = {}
     for rank, (_, texts) in enumerate(by_rank):
         for text in dict.fromkeys(texts):

@@ -18,7 +18,7 @@ from autopar.lowering.route import Route, route_of
 from autopar.lowering.streams import Part, streams_of
 from autopar.lowering.types import OutputProgram, RankProgram, Role
 from autopar.runtime.faults.progress import encoded, report
-from autopar.runtime.machine.moments import HostMoment, Moment
+from autopar.runtime.machine.moments import HostMoment, Moment, on_host, total_s
 from autopar.runtime.machine.protocols import Links, Machine, Phase
 from autopar.runtime.machine.shared_buffers import combined
 from autopar.runtime.step.computation import Computation
@@ -51,37 +51,42 @@ class ActionTime:
     """When an action ran on the device, on the host's monotonic clock.
 
     It starts with its first work, or when the message that it needs had arrived; copying the
-    message is part of it. Communication only starts in it. The reduction of its gradients has an
-    entry of its own where it runs on another stream. ``resource``: what it occupies in the
-    schedule, of whose two compute streams one may run during the other.
+    message is part of it. The reduction of its gradients has an entry of its own where it runs on
+    another stream. ``resource``: what it occupies in the schedule, of whose two compute streams one
+    may run during the other. ``communication_s``: the waits in collectives in it, where they are
+    timed.
     """
 
     action: Action
     resource: Resource
     start_s: float
     end_s: float
+    communication_s: float = 0.0
+
+    @property
+    def time_s(self) -> float:
+        return self.end_s - self.start_s
 
 
 class ActionSpan(NamedTuple):
-    """The moments at which an action started and ended on its stream."""
+    """The moments at which an action started and ended on its stream, and its waits in collectives
+    did."""
 
     action: Action
     resource: Resource
     start: Moment
     end: Moment
+    waits: tuple[tuple[Moment, Moment], ...] = ()
 
 
 def action_times(spans: Iterable[ActionSpan], now: Moment, now_s: float) -> list[ActionTime]:
     """The times of actions that have ended; ``now`` is a later moment, at ``now_s`` on the host's
     clock."""
-
-    def time_of(moment: Moment) -> float:
-        return now_s - 1e-3 * moment.elapsed_time(now)
-
     return [
         ActionTime(
             action=span.action, resource=span.resource,
-            start_s=time_of(span.start), end_s=time_of(span.end),
+            start_s=on_host(span.start, now, now_s), end_s=on_host(span.end, now, now_s),
+            communication_s=total_s(span.waits),
         )
         for span in spans
     ]  # fmt: skip
@@ -299,9 +304,10 @@ class _Play(Generic[T]):
         resource, issue = DEFAULT_RESOURCE[action.kind], self.issues.get((action, part))
         if issue is not None and resource is Resource.MAIN:
             resource = issue.stream
-        self.start = self.machine.moment()
+        self.start, num_before = self.machine.moment(), len(self.machine.waits)
         yield
-        self.spans.append(ActionSpan(action, resource, self.start, self.machine.moment()))
+        waits = tuple(self.machine.waits[num_before:])
+        self.spans.append(ActionSpan(action, resource, self.start, self.machine.moment(), waits))
 
     def _do(self, action: Action) -> Iterable[list[int]]:
         """Run an action. Its weight gradients are computed block by block while the result is read:

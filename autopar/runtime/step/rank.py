@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.base.accelerators import is_accelerator, kept_generators
@@ -25,8 +24,6 @@ from autopar.runtime.faults.progress import encoded, report
 from autopar.runtime.host.heap import FreedMemory
 from autopar.runtime.machine.cuda_graphs import recorder_of
 from autopar.runtime.machine.links import ProcessLinks
-from autopar.runtime.machine.moments import moments_of, present_of
-from autopar.runtime.machine.op_clock import OpClock, OpSeconds
 from autopar.runtime.machine.process import ProcessMachine, labels_of
 from autopar.runtime.machine.randomness import Seeds
 from autopar.runtime.state.checks import check_state
@@ -43,13 +40,14 @@ from autopar.runtime.step.agreement import Agreement, NonFinite
 from autopar.runtime.step.bound import Bound
 from autopar.runtime.step.clipping import Clipper
 from autopar.runtime.step.diagnosis import Probe, RefusedStep, StepRefused, refused_step
-from autopar.runtime.step.executor import ActionTime, Executor, StepResult, action_times
+from autopar.runtime.step.executor import ActionSpan, Executor, StepResult
 from autopar.runtime.step.graphs import Batches, StepGraphs
 from autopar.runtime.step.loss_scale import LossScale
 from autopar.runtime.step.moving import mover_of, moving
 from autopar.runtime.step.rank_options import RankOptions
 from autopar.runtime.step.recovery import Recovery
 from autopar.runtime.step.reductions import Updater
+from autopar.runtime.step.timing import RankTimes, StepClock
 from autopar.runtime.step.updates import Updates
 
 _UPDATE = encoded("the update of the weights")
@@ -117,7 +115,8 @@ class RankRuntime:
         is_alone = self.communicator.world.num_devices == 1
         self.graphs = None if recorder is None else StepGraphs(recorder, is_alone=is_alone)
         is_agreed = options.nonfinite is not NonFinite.IGNORE
-        self.recovery = Recovery(program, dist.get_rank(), self.updates, is_able=is_agreed)
+        self.recovery = Recovery(program, self.communicator, self.updates, is_able=is_agreed)
+        self.clock = StepClock(self.machine, self.recovery)
 
     def _trainable(self) -> list[ParameterProgram]:
         return [p for p in self._programs.values() if p.trainable]
@@ -218,7 +217,7 @@ class RankRuntime:
             raise StepRefused(
                 RefusedStep(
                     number=self.num_steps + 1, loss=loss.item(), found=(), given=(),
-                    num_ranks=dist.get_world_size(), is_partial=True,
+                    num_ranks=self.communicator.num_ranks, is_partial=True,
                 )
             )  # fmt: skip
         elif self.updates.backs_off(loss) or self.options.nonfinite is NonFinite.SKIP:
@@ -232,15 +231,19 @@ class RankRuntime:
 
     def _passes(self, batches: Batches) -> tuple[StepResult[Tensor], bool]:
         """The results of a step, and whether it may update: not if a pass before was not finite."""
-        norm_pass = self.updates.norm_pass()
+        norm_pass, spans = self.updates.norm_pass(), self._training.executor.spans
+        earlier: list[ActionSpan] = []
         if norm_pass is not None:
             result = self._pass(batches, norm_pass)
+            earlier = [*spans]
             if not self.updates.end_norm_pass(norm_pass, result.reductions, result.loss):
                 return result, False
             del result
             if self.mover is not None:
                 self.mover.begin_again()
-        return self._pass(batches, self.updates), True
+        found = self._pass(batches, self.updates)
+        spans[:0] = earlier
+        return found, True
 
     def _pass(self, batches: Batches, updater: Updater[Tensor]) -> StepResult[Tensor]:
         """Run forward and backward; all passes of a step draw the same random numbers."""
@@ -278,7 +281,7 @@ class RankRuntime:
         """Run a step that was not finite once more, to find the cause; the same on all ranks."""
         report(_DIAGNOSIS)
         bound = self._training
-        probe = Probe(bound.program, dist.get_rank())
+        probe = Probe(bound.program, self.communicator.world_rank)
         with (
             moving(self.mover, self.machine),
             self._seeded_run(bound.is_random),
@@ -290,7 +293,9 @@ class RankRuntime:
         }
         given |= {f"parameter {name!r}": p for name, p in self._parameters.items()}
         given |= {f"buffer {name!r}": b for name, b in self._buffers.items()}
-        return refused_step(probe, given, number=self.num_steps + 1, loss=loss.item())
+        return refused_step(
+            probe, self.communicator, given, number=self.num_steps + 1, loss=loss.item()
+        )
 
     @contextlib.contextmanager
     def _run_by(self, probe: Probe | Recovery) -> Iterator[None]:
@@ -301,19 +306,9 @@ class RankRuntime:
         finally:
             self.machine.probe = None
 
-    def action_times(self) -> list[ActionTime]:
-        """The times of the last training step's actions on this rank."""
-        now, now_s = present_of(self.machine.device)
-        return action_times(self._training.executor.spans, now, now_s)
-
-    def time_ops(self, is_on: bool) -> None:
-        """From now on, or no longer, run the graphs of training op by op and time each op."""
-        self.recovery.clock = OpClock(moments_of(self.machine.device)) if is_on else None
-
-    def op_seconds(self) -> list[OpSeconds]:
-        """The seconds of the ops of the steps since the last call on this rank."""
-        clock = self.recovery.clock
-        return [] if clock is None else clock.seconds(self.machine.device)
+    def step_times(self) -> RankTimes:
+        """The times of the last training step on this rank."""
+        return self.clock.read(self._training.executor)
 
     def _take(self, bound: Bound, buffers: Mapping[int, Tensor]) -> None:
         """Take over the next buffers that a training program computed."""
@@ -480,6 +475,20 @@ class RankRuntime:
         """This rank's shards of the last step's gradients, which never move."""
         self.updates.settle()
         return self.updates.gradients()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors that it holds between steps, each at least once."""
+        yield from (t for p in self._parameters.values() for t in (p, p.grad) if t is not None)
+        yield from self._buffers.values()
+        yield from dict(self.program.constants).values()
+        for bound in (*self._trainings.values(), *self._forwards.values()):
+            yield from bound.executor.fixed.values()
+        for optimizer in self._optimizers():
+            for entries in optimizer.state.values():
+                yield from (value for value in entries.values() if isinstance(value, Tensor))
+
+    def _optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        return [] if self.optimizer is None else [self.optimizer]
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load whole tensors or DTensors (on any mesh) under the model's own keys."""

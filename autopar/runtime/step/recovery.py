@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx
 
 from autopar.base.errors import AutoparError, StepError
 from autopar.base.torch_private import FakeTensor, FakeTensorMode, pytree
+from autopar.comm.groups import Communicator
 from autopar.comm.ops import RAW_OPS
 from autopar.lowering.types import RankProgram
 from autopar.runtime.faults import progress
@@ -63,10 +63,13 @@ class Recovery:
     While a ``clock`` is set, it times the ops of blocks.
     """
 
-    def __init__(self, program: RankProgram, rank: int, updates: Updates, *, is_able: bool) -> None:
+    def __init__(
+        self, program: RankProgram, communicator: Communicator, updates: Updates, *, is_able: bool
+    ) -> None:
         self.program = program
         self.updates = updates
-        self.rank = rank
+        self.communicator = communicator
+        self.rank = communicator.world_rank
         self.is_able = is_able
         self.failure: Failure | None = None
         self.clock: OpClock | None = None
@@ -160,8 +163,7 @@ class Recovery:
 
     def failed_step(self, number: int) -> FailedStep | None:
         """The errors of all ranks in this step; None if there are none. Collective."""
-        by_rank: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, self.failure)
+        by_rank = self.communicator.from_all_ranks(self.failure)
         failures = tuple(failure for failure in by_rank if failure is not None)
         if not failures:
             return None

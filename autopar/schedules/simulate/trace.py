@@ -80,7 +80,7 @@ def interval_events(
         if number not in named:
             named.add(number)
             name = f"{prefix}{track_name(item, word)}"
-            events.append(_name("thread_name", item.device, number, name))
+            events.append(track_event(item.device, number, name))
         start, end = _nanoseconds(item.start_s), _nanoseconds(item.end_s)
         events.append(
             {
@@ -105,6 +105,11 @@ def trace_json(timeline: Timeline, *, memory: bool = True, word: str = "device")
 def trace_text(events: list[dict[str, Any]]) -> str:
     """Events as the text of a ``.json`` file."""
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def track_event(device: int, track: int, name: str) -> dict[str, Any]:
+    """The event that names a track of a device."""
+    return _name("thread_name", device, track, name)
 
 
 def _nanoseconds(time_s: float) -> int:
