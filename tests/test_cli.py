@@ -16,6 +16,7 @@ from autopar.base.errors import InputError
 from autopar.base.units import format_bytes, format_seconds
 from autopar.cli import main
 from autopar.cli.wording import in_commands
+from autopar.cost_models.presets import PRESET_NAMES
 from autopar.planning.setting import TIME_LIMIT_S
 from autopar.report.progress import show_progress
 
@@ -324,6 +325,8 @@ def test_help_and_tables_fit_80_columns_and_have_no_escape_codes(
     assert "\x1b" not in text
     blocks = text.partition("strategy by block")[2].partition("memory of a device")[0]
     assert "..." not in blocks
+    first = [line.split()[0] for line in text.splitlines() if line.startswith("  ")]
+    assert set(PRESET_NAMES) <= set(first)  # not broken
 
 
 @pytest.mark.parametrize(("columns", "width"), [(None, 100), ("80", 80), ("300", 100), ("9", 40)])
@@ -360,12 +363,14 @@ def test_advice_names_commands_and_options(
         (["show", "cli_models.py"], "autopar plan makes a new one"),
         ([*to_plan, "--num-stages", "3"], "choose --num-stages so that it does"),
         ([*to_plan, "--time-limit", "-1"], "such as --time-limit 60"),
+        ([*to_plan, "--recompute", "foo"], "--recompute is 'foo'; write none, full, or what"),
+        ([*to_plan, "--mesh", "dp=5"], "autopar: --mesh dp=5 has 5 devices, the cluster "),
         (["plan", "cli_models:no_loss", "--cluster", "cpu"], "whose forward returns its loss, or"),
     ):
         assert main(arguments) == 1
         err = capsys.readouterr().err
         assert words in err
-        assert not re.search(r"\w=|num_|\w\(", err)
+        assert not re.search(r"(?<!mesh d)\w=|num_|\w\(|None", err)
 
 
 @pytest.mark.parametrize(
@@ -378,6 +383,14 @@ def test_advice_names_commands_and_options(
         ("offload=True or offload=False", "--offload or --no-offload"),
         ("recompute='8GiB', or 1e3", "--recompute 8GiB, or 1e3"),
         ("leave schedule= out", "leave --schedule out"),
+        ("recompute is nan; a fraction", "--recompute is nan; a fraction"),
+        (
+            "mesh {'dp': 3} has 3 devices, or leave some out as None",
+            "--mesh dp=3 has 3 devices, or leave some out",
+        ),
+        ("mesh is {'dp': 0}; give", "--mesh dp=0; give"),
+        ("schedules are many", "schedules are many"),
+        ("mesh axes of the plan", "mesh axes of the plan"),
         ("num_devices=4, plan=x", "num_devices=4, plan=x"),
         ("constraints=[Pin('a')], schedule='1f1b'", "constraints=[Pin('a')], schedule='1f1b'"),
     ],

@@ -10,9 +10,13 @@ import pytest
 
 import autopar
 from autopar import Cluster, Plan
+from autopar.base.units import format_seconds
 from autopar.frontend.capture import capture
+from autopar.ir.block_names import lies_in
 from autopar.ir.graph import Graph, ValueKind
 from autopar.plans.figures import strategy_data
+from autopar.plans.layout import WIDTH
+from autopar.plans.summary import headline
 from autopar.plans.text import plan_sections
 from tests.models.zoo import build
 
@@ -95,3 +99,41 @@ def test_ops_on_constants_are_called_so() -> None:
     assert "block" not in rows
     assert not any(section.title.startswith("the best other") for section in explained.sections)
     assert "fixed" not in str(plan.explain("transformer"))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "dcgan"])
+def test_the_placement_beside_a_split_is_that_of_the_same_module(name: str) -> None:
+    """Not that of a larger parameter elsewhere in a module of several."""
+    plan = planned(name)
+    assert plan.runner_ups
+    for each in plan.runner_ups:
+        inside = [m for m in plan.modules if lies_in(m.name, each.modules[0])]
+        homes = {
+            m.name for m in inside if any(op.startswith(each.op.split(".")[1]) for op in m.ops)
+        }
+        placed = {p: text for p, text in plan.parameters.items() if p.rpartition(".")[0] in homes}
+        assert each.chosen.stored in placed.values() or not (each.chosen.stored or placed)
+        assert bool(each.chosen.stored) == bool(each.other.stored)
+
+
+def test_a_headline_is_a_line_whatever_the_name() -> None:
+    """The comparison goes before the time and the memory, and the name is shortened last."""
+    plan = planned("gpt2", schedule="1f1b", num_stages=2, num_microbatches=2)
+    text = plan.to_json()
+    for length in range(1, 120, 7):
+        line = headline(Plan.from_json(text.replace("1f1b", "s" * length)))
+        assert len(line) <= WIDTH
+        assert f" {format_seconds(plan.prediction.step_time_s)} a step, " in line
+        assert line.startswith("PP over 2")
+        assert length > 40 or "MFU" in line
+
+
+def test_rows_of_explain_that_differ_in_numbers_alone_are_one() -> None:
+    plan = planned("gpt2")
+    for name in {module.name.rpartition(".")[0] for module in plan.modules} - {""}:
+        for section in plan.explain(name).sections:
+            if section.title.startswith("the best other"):
+                keys = [
+                    (re.sub(r"[\d,-]+|\(\d+x.*\)", "#", row[0]), *row[1:]) for row in section.rows
+                ]
+                assert len(set(keys)) == len(keys), name

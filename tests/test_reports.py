@@ -504,6 +504,8 @@ def test_the_peak_of_memory_is_said_in_words() -> None:
         ("F lm_head", "in the forward pass of lm_head"),
         ("I h.0", "in the backward pass of h.0"),
         ("W h.0", "at the gradients of the weights of h.0"),
+        ("G h.0", "at the reduction of the gradients of h.0"),
+        ("G", "at the last reduction of gradients"),
         ("update", "at the update"),
     ):
         document["prediction"]["memory_peak_at"] = place

@@ -24,6 +24,10 @@ _COMMANDS: Mapping[str, str] = {
     "Pass loss_fn=..., for example loss_fn=torch.nn.functional.cross_entropy with "
     "example_inputs=(inputs, targets), or labels": "Return a model whose forward returns its loss, "
     "or inputs with labels",
+    "it must be None (searched), 'none', 'full', a list of module names, or what": "write none, "
+    "full, or what",
+    "or leave some out as None": "or leave some out",
+    ", or None for a size to be searched": ", sizes left out are searched",
     "Cluster.preset('h100-sxm').to_json('cluster.json')": "autopar cluster h100-sxm > cluster.json",
 }
 _OPTIONS = (
@@ -35,6 +39,8 @@ _ARGUMENT = re.compile(
     r"((?<==)(?:\{[^}]*\}|'[^']*'|True|False|[0-9][0-9.]*))?"
 )
 """An argument with a value, without one, or without ``=``, where its underscores tell that."""
+_SUBJECT = re.compile(rf"({'|'.join(_OPTIONS)})(?= is | {{)(?:(?: is)? (\{{[^}}]*\}}))?")
+"""An argument that a sentence begins with: ``mesh is ...``, ``mesh {'dp': 3} ...``."""
 _CALL = "constraints="
 """An argument that only Python has; those beside it stay as they are."""
 
@@ -48,6 +54,10 @@ def in_commands(text: str, options: Container[str], plan: str = "PLAN") -> str:
         text = text.replace(call, command.format(plan=shlex.quote(plan)))
     if _CALL in text:
         return text
+
+    subject = _SUBJECT.match(text)
+    if subject is not None and subject[1] in options:
+        text = _option(subject[1], subject[2] or "") + text[subject.end() :]
 
     def option(found: re.Match[str]) -> str:
         name, equals, value = found.groups()

@@ -160,6 +160,10 @@ def pattern_of(name: str) -> str:
     return _NUMBER.sub("#", name)
 
 
+def numbers_in(name: str) -> list[int]:
+    return [int(number) for number in _NUMBER.findall(name)]
+
+
 def runs_of(names: Sequence[str]) -> list[str]:
     """The names with runs of repeated layers folded: ``head``, ``h.1-7 (7x)``."""
     return [folded(list(run)) for _, run in groupby(names, pattern_of)]
@@ -170,7 +174,7 @@ def folded(names: Sequence[str]) -> str:
     2nd)``, ``h.0,4-6 (4x)``; with more than `MOST_RUNS` runs of numbers ``h.0..11 (6x)``."""
     if len(names) == 1:
         return names[0]
-    numbers = [[int(n) for n in _NUMBER.findall(name)] for name in names]
+    numbers = [numbers_in(name) for name in names]
     moving = [i for i, each in enumerate(zip(*numbers)) if len(set(each)) > 1]
     count = f"{len(names)}x"
     if len({pattern_of(name) for name in names}) > 1 or len(moving) != 1:

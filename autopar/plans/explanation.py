@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
+from typing import Any
 
 from autopar.base.documents import shown
 from autopar.base.errors import InputError
@@ -21,6 +21,7 @@ from autopar.plans.blocks import (
     constant_ops,
     folded,
     module_labels,
+    numbers_in,
     pattern_of,
     runs_of,
     stages_of_blocks,
@@ -226,7 +227,8 @@ def _runner_ups(
     if not modules:
         owners |= {parameter.rpartition(".")[0] for parameter in parameters}
     inside_of = "" if names.others(name) else name  # of a shared module all names are whole
-    found, least_bytes = [], LEAST_SHARE * plan.cluster.usable_memory_bytes
+    least_bytes = LEAST_SHARE * plan.cluster.usable_memory_bytes
+    found: defaultdict[tuple[Any, ...], list[str]] = defaultdict(list)
     for each in plan.runner_ups:
         inside = [path for path in each.modules if names.is_in(path, name)] if modules else []
         inside = inside or [path for path in each.modules if path in owners]
@@ -234,7 +236,6 @@ def _runner_ups(
             continue
         depth = min(path.count(".") for path in inside), inside != [name]
         row = (
-            _within(inside_of, inside),
             choice_text(plan, each.chosen),
             choice_text(plan, each.other, each.chosen),
             signed(each.difference_s, format_seconds),
@@ -243,9 +244,12 @@ def _runner_ups(
             _change(each.memory_bytes, least_bytes, format_bytes),
             why(plan, each),
         )
-        found.append((depth, row))
-    found.sort(key=itemgetter(0))
-    shown_rows, notes = _cut([row for _, row in found])
+        found[depth, frozenset(map(pattern_of, inside)), row] += inside
+    rows = [
+        (_within(inside_of, sorted(paths, key=numbers_in)), *row)
+        for (_, _, row), paths in sorted(found.items(), key=lambda each: each[0][0])
+    ]
+    shown_rows, notes = _cut(rows)
     ties = (TIES,) * any(row[-1] == A_TIE for row in shown_rows)
     return Section(
         title="the best other choice, and the difference of a step with it",
@@ -268,8 +272,8 @@ def _within(name: str, paths: Sequence[str]) -> str:
 
 
 def choice_text(plan: PlanFields, choice: ModuleChoice, before: ModuleChoice | None = None) -> str:
-    """``batch, FSDP``: how the longest op is split, and the kind of the largest parameter, which is
-    left out where it is that of the choice ``before``."""
+    """``batch, FSDP``: how the longest op is split, and the kind of the largest parameter of its
+    module, which is left out where it is that of the choice ``before``."""
     splits = " x ".join("whole" if word == "-" else word for word in choice.splits.split())
     kinds = joined(kinds_of_choice(plan, choice))
     if before is not None and kinds == joined(kinds_of_choice(plan, before)):

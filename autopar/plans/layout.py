@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 WIDTH = 100
@@ -93,10 +94,7 @@ def _table(section: Section, width: int) -> list[str]:
     rows = [section.columns, *section.rows]
     sizes = [max(len(row[i]) for row in rows) for i in range(len(section.columns))]
     room = width - len(GAP) * len(sizes)
-    least = [LEAST_CELL] * len(sizes)
-    if section.wraps:  # a column is no narrower than the words of its name, if there is room
-        least = [max(map(len, name.split()), default=1) for name in section.columns]
-        least = least if sum(least) <= room else [1] * len(sizes)
+    least = _least(section, room) if section.wraps else [LEAST_CELL] * len(sizes)
     while sum(sizes) > room and (wide := [i for i, size in enumerate(sizes) if size > least[i]]):
         sizes[max(wide, key=sizes.__getitem__)] -= 1
     right = [is_number(section, i) for i in range(len(sizes))]
@@ -109,6 +107,30 @@ def _table(section: Section, width: int) -> list[str]:
         for row in rows
         for line in itertools.zip_longest(*map(cut, row, sizes), fillvalue="")
     ]
+
+
+def _least(section: Section, room: int) -> list[int]:
+    """How narrow the columns of a table that wraps may be: as the longest words of their names, and
+    as those of their cells where there is room, the first column's before all others."""
+    least, cells = [_longest([name]) for name in section.columns], zip(*section.rows)
+    if sum(least) > room:
+        return [1] * len(least)
+    whole = [max(size, _longest(each)) for size, each in zip(least, cells)]
+    for i in sorted(range(len(whole)), key=lambda i: (i > 0, whole[i])):
+        if sum(least) - least[i] + whole[i] <= room:
+            least[i] = whole[i]
+    return least
+
+
+def _longest(texts: Sequence[str]) -> int:
+    """The length of the longest word; words may break in front of dots."""
+    parts = [part for text in texts for word in text.split() for part in _parts(word)]
+    return max(map(len, parts), default=1)
+
+
+def _parts(word: str) -> list[str]:
+    first, *others = word.split(".")
+    return [first, *("." + part for part in others)]
 
 
 def broken(text: str, width: int) -> list[str]:

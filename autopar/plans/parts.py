@@ -272,10 +272,10 @@ def axes_of_experts(splits: str) -> frozenset[int]:
 
 
 class ModuleChoice(_Struct, frozen=True):
-    """How a module may be parallelized: by its longest op and its largest parameter.
+    """How a module may be parallelized: by its longest op and the largest parameter beside it.
 
     ``splits``: how the op is split along each mesh axis, as in `ModulePlan`. ``stored`` and
-    ``needs``: the placements of the parameter, empty without one.
+    ``needs``: the placements of the largest parameter of the op's own module, empty without one.
     """
 
     splits: str

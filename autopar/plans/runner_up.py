@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.base.units import nine_digits
-from autopar.ir.graph import ValueKind
+from autopar.ir.graph import Op, Value, ValueKind
 from autopar.ir.placement import format_placements
 from autopar.plans.modules import split_words
 from autopar.plans.parts import ModuleChoice, RunnerUp
@@ -168,18 +168,16 @@ class _RunnerUps:
         return RunnerUp(
             modules=paths,
             op=op.target_name,
-            chosen=self._choice(inside, pivot, self.picks),
-            other=self._choice(inside, pivot, other),
+            chosen=self._choice(op, inside, self.picks),
+            other=self._choice(op, inside, other),
             compute_s=nine_digits(compute_s),
             communication_s=nine_digits(difference_s - compute_s),
             memory_bytes=round(memory),
         )  # fmt: skip
 
-    def _choice(self, inside: _Inside, pivot: int, picks: Sequence[int]) -> ModuleChoice:
-        graph = self.priced.pricing.graph
+    def _choice(self, op: Op, inside: _Inside, picks: Sequence[int]) -> ModuleChoice:
         strategy = self.priced.strategy(picks, self.best.released, self.best.scattered)
-        splits = split_words(strategy, graph.ops[self.priced.nodes[pivot].index])
-        parameters = [graph.values[index] for index in self._parameters(inside)]
+        splits, parameters = split_words(strategy, op), list(self._parameters(op, inside))
         if not parameters:
             return ModuleChoice(splits=splits)
         largest = max(parameters, key=lambda value: value.stored_bytes)
@@ -189,13 +187,14 @@ class _RunnerUps:
             needs=format_placements(strategy.interface(largest)),
         )
 
-    def _parameters(self, inside: _Inside) -> Iterator[int]:
+    def _parameters(self, op: Op, inside: _Inside) -> Iterator[Value]:
+        """The parameters of an op's own module."""
         values = self.priced.pricing.graph.values
         for node in inside.nodes:
-            decision = self.priced.nodes[node]
-            is_stored = decision.kind is NodeKind.STORED
-            if is_stored and values[decision.index].kind is ValueKind.PARAMETER:
-                yield decision.index
+            if self.priced.nodes[node].kind is NodeKind.STORED:
+                value = values[self.priced.nodes[node].index]
+                if value.kind is ValueKind.PARAMETER and self._home(node) == op.module_path:
+                    yield value
 
     def _op_s(self, node: int, picks: Sequence[int]) -> float:
         table = self.priced.tables[node]

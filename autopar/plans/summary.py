@@ -7,6 +7,8 @@ is their text. `autopar.plans.text` has all details.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from autopar.base.units import format_bytes, format_seconds
 from autopar.cost_models.allocator import device_bytes
@@ -37,6 +39,11 @@ LINES = 40
 DETAIL_LINES = 2
 BLOCK_ROWS, LEAST_ALTERNATIVES, MOST_ALTERNATIVES = 7, 3, 9
 _NONE_FITS = "; no known strategy fits"
+PLAIN_SPLITS = {"batch", "sequence", "whole", "-", ""}
+SPLITS = (
+    "split: batch, sequence, or a dimension of an op, such as n (columns) or k (inner) of a "
+    "product, h (width) of an embedding, d1 of a tensor"
+)
 LEAST_S = 5e-8  # shorter times are not shown
 REDISTRIBUTION = "redistribution"
 """The column of the times of all redistributions: communication, and casts and copies."""
@@ -49,32 +56,39 @@ def headline(plan: PlanFields) -> str:
     Such as ``FSDP over 8, 492 ms a step, 41% MFU, 61.00 of 79.00 GiB; 1.02x as fast as DDP``, or
     ``; the best known strategy`` for a plan that is it.
     """
-    names = strategy_name(plan), strategy_name(plan, short=True)
-    texts = [_headline(plan, name) for name in names]
-    texts.append(texts[-1].removesuffix(_NONE_FITS))
-    return next((text for text in texts if len(text) <= WIDTH), texts[-1])
+    return next(text for text in _headlines(plan) if len(text) <= WIDTH)
 
 
-def _headline(plan: PlanFields, name: str) -> str:
+def _headlines(plan: PlanFields) -> Iterator[str]:
+    """The headline, then ever shorter ones; the last is no longer than a line."""
     p = plan.prediction
-    parts = [name, f"{format_seconds(p.step_time_s)} a step"]
-    if p.model_flops_utilisation:
-        parts.append(_mfu(plan))
-    parts.append(_memory_of_all(plan))
+    step, memory = f"{format_seconds(p.step_time_s)} a step", _memory_of_all(plan)
+    facts = [step, *([_mfu(plan)] if p.model_flops_utilisation else []), memory]
+    short = strategy_name(plan, short=True)
+    for name in (strategy_name(plan), short):
+        yield ", ".join((name, *facts)) + _beside_known(plan, name)
+    beside = _beside_known(plan, short).removesuffix(_NONE_FITS)
+    yield ", ".join((short, *facts)) + beside
+    yield ", ".join((short, step, memory)) + beside
+    rest = ", ".join(("", step, memory))
+    yield short + rest
+    yield shortened(short, WIDTH - len(rest)) + rest
+
+
+def _beside_known(plan: PlanFields, name: str) -> str:
+    """``; 1.02x as fast as DDP``: a plan of this name beside the fastest known strategy."""
     known = fastest_known(plan)
     if known is None:
         none_fits = any(NO_FIT in each.note for each in alternatives(plan))
-        return ", ".join(parts) + _NONE_FITS * (none_fits and not plan.is_pipeline)
+        return _NONE_FITS * (none_fits and not plan.is_pipeline)
     other = re.sub(r" \([^)]*\)", "", known.name.split(", ")[0])
-    ratio = f"{known.time_s / p.step_time_s:.2f}x"
-    beside = f"{ratio} as fast as {other}"
+    ratio = f"{known.time_s / plan.prediction.step_time_s:.2f}x"
     if name.startswith(f"{other} over ") and (known.is_same or ratio == "1.00x"):
-        beside = "the best known strategy"
-    elif known.is_same:
-        beside = f"the same as {other}"
-    elif name.startswith(f"{other} over "):
-        beside = f"{ratio} as fast as plain {other}"
-    return f"{', '.join(parts)}; {beside}"
+        return "; the best known strategy"
+    if known.is_same:
+        return f"; the same as {other}"
+    plain = "plain " * name.startswith(f"{other} over ")
+    return f"; {ratio} as fast as {plain}{other}"
 
 
 def _mfu(plan: PlanFields) -> str:
@@ -107,15 +121,18 @@ def beyond_tensors(plan: PlanFields) -> str:
 def summary_sections(plan: PlanFields) -> list[Section]:
     """The sections of the screen under the headline."""
     groups = block_groups(plan)
+    blocks = _blocks(plan, groups)
     first = [
         Section(title="", rows=_facts(plan)),
         Section(title="step", rows=_step(plan)),
-        _blocks(plan, groups),
+        blocks,
         Section(title="memory of a device, counted", rows=memory_rows(plan)),
     ]
-    used = 2 + sum(len(text_lines(section)) for section in first)
-    last = Section(title="", notes=(DETAILS,))
-    rows = LINES - used - DETAIL_LINES - 2  # the table's title and header
+    whole = replace(blocks, wraps=True)
+    more = len(text_lines(whole)) - len(text_lines(blocks))
+    if _rows_left(first) - more >= LEAST_ALTERNATIVES + DETAIL_LINES:
+        first[2] = whole
+    last, rows = Section(title="", notes=(DETAILS,)), _rows_left(first)
     for num in range(min(rows, MOST_ALTERNATIVES), LEAST_ALTERNATIVES, -1):
         table = alternatives_section(plan, num)
         if len(text_lines(table)) <= rows + 2:
@@ -123,6 +140,12 @@ def summary_sections(plan: PlanFields) -> list[Section]:
     else:
         table = alternatives_section(plan, LEAST_ALTERNATIVES)
     return [*first, *([table] if len(table.rows) > 1 else []), last]
+
+
+def _rows_left(sections: Sequence[Section]) -> int:
+    """The lines of the screen for rows of the alternatives, behind the headline and these."""
+    used = 2 + sum(len(text_lines(section)) for section in sections)
+    return LINES - used - DETAIL_LINES - 2  # the table's title and header
 
 
 def summary_page(plan: PlanFields, figures: tuple[str, ...] = ()) -> Page:
@@ -268,6 +291,9 @@ def _blocks(plan: PlanFields, groups: list[BlockGroup]) -> Section:
     ]
     used = " ".join((strategy_name(plan), *(row[2] for row in rows)))
     notes = [_legend(used)] if plan.parameters and plan.may_split else []
+    splits = {word for g in groups for words in g.splits for word in words.split("/")}
+    if plan.may_split and not splits <= PLAIN_SPLITS:
+        notes.append(SPLITS)
     if len(rows) > BLOCK_ROWS:
         half = BLOCK_ROWS // 2
         left = rows[half : len(rows) - (BLOCK_ROWS - 1 - half)]

@@ -31,7 +31,9 @@ _GRAPHS = {
     "F": "in the forward pass of",
     "I": "in the backward pass of",
     "W": "at the gradients of the weights of",
+    "G": "at the reduction of the gradients of",
 }
+_PLACES = {"update": "at the update", "G": "at the last reduction of gradients"}
 
 
 Rows = list[tuple[str, str]]
@@ -72,7 +74,7 @@ def place_text(place: str) -> str:
     graph, _, block = place.partition(" ")
     if block and graph in _GRAPHS:
         return f"{_GRAPHS[graph]} {block}"
-    return "at the update" if place == "update" else f"at {place}"
+    return _PLACES.get(place, f"at {place}")
 
 
 def _summary(plan: PlanFields) -> Rows:
