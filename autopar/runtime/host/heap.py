@@ -84,26 +84,30 @@ class FreedMemory:
     """Growth since the second step, or since the first after memory was returned."""
     _PAUSE_S = 5.0
     """The least time between two returns: allocating the pages again costs a part of a step."""
+    _CHECK_S = 0.05
+    """The least time between two looks, which cost a part of a step of a small model."""
 
     def __init__(self) -> None:
         self._num_settling = 2
         self._usual_bytes = 0
-        self._last_s = 0.0
+        self._next_s = 0.0
 
     def after_step(self) -> None:
-        now_s, now_bytes = time.monotonic(), resident_bytes()
+        now_s = time.monotonic()
         if self._num_settling:
             self._num_settling -= 1
-            self._usual_bytes = now_bytes
-        elif now_bytes > self._GROWTH * self._usual_bytes and now_s > self._last_s + self._PAUSE_S:
-            give_back_freed_memory()
-            self._num_settling, self._last_s = 1, now_s
+            self._usual_bytes = resident_bytes()
+        elif now_s > self._next_s:
+            self._next_s = now_s + self._CHECK_S
+            if resident_bytes() > self._GROWTH * self._usual_bytes:
+                give_back_freed_memory()
+                self._num_settling, self._next_s = 1, now_s + self._PAUSE_S
 
 
 def resident_bytes() -> int:
     """Resident memory of this process; 0 if the system does not tell."""
     try:
-        file = os.open(_STATM, os.O_RDONLY)  # quicker than pathlib's, as it is read in each step
+        file = os.open(_STATM, os.O_RDONLY)  # quicker than pathlib's
     except OSError:
         return 0
     try:
