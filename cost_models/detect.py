@@ -170,7 +170,7 @@ def _detect_cpu(num_devices: int | None) -> Hardware:
     count = num_devices or int(os.environ.get("WORLD_SIZE", 0)) or cores
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
     per_node = local if local and count % local == 0 else count
-    threads = max(1, cores // per_node)
+    threads = _num_threads(cores, per_node, local > 0)
     base = preset_cluster("cpu", nodes=count // per_node, devices_per_node=per_node)
     memory_bytes = usable_memory_bytes() // per_node
     device = kept_device(
@@ -186,6 +186,14 @@ def _detect_cpu(num_devices: int | None) -> Hardware:
     )
     reserve = min(base.memory_reserve_bytes, memory_bytes // 4)
     return structs.replace(base, device=device, memory_reserve_bytes=reserve)
+
+
+def _num_threads(cores: int, per_node: int, is_launched: bool) -> int:
+    """The threads that a rank computes with: torch's own, where it is this process, alone or
+    launched by ``torchrun``; a local worker's share of the cores."""
+    if is_launched or per_node == 1:
+        return max(1, min(cores, torch.get_num_threads()))
+    return max(1, cores // per_node)
 
 
 def usable_memory_bytes() -> int:

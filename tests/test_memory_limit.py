@@ -13,6 +13,7 @@ import autopar
 from autopar.base.errors import ConstraintError
 from autopar.cost_models import Cluster
 from autopar.cost_models.allocator import device_bytes
+from autopar.plans.alternatives import alternatives
 from autopar.plans.document import Plan
 
 
@@ -115,3 +116,43 @@ def test_a_report_holds_what_the_device_has_against_what_a_step_takes() -> None:
         plan = planned(cluster(kind))
         (line,) = [line for line in str(plan).splitlines() if name in line]
         assert " of " in line
+
+
+class Bank(nn.Module):
+    """A layer beside a large buffer, and a parameter that nothing reads."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self.layer, self.unused = (nn.Linear(1024, 1024, device="meta") for _ in range(2))
+        self.register_buffer("bank", torch.empty(num_rows, 1024, device="meta"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) + self.bank[0]).square().mean()
+
+
+def test_buffers_are_part_of_every_estimate_and_must_fit_alone() -> None:
+    where, x = cluster("a100-80"), torch.empty(64, 1024, device="meta")
+    usable, row_bytes = where.usable_memory_bytes, 4 * 1024
+    plan = autopar.plan(Bank(int(0.8 * usable) // row_bytes), where, (x,))
+    buffers = plan.prediction.memory_bytes["buffers"]
+    assert buffers > 0.79 * usable
+    estimates = [each.memory_bytes for each in alternatives(plan) if each.memory_bytes is not None]
+    assert len(estimates) > 3
+    for size in (plan.search.estimated_bytes, *estimates):
+        assert buffers < size < 1.001 * buffers
+    rows = int(1.01 * usable) // row_bytes
+    words = rf"buffers take {rows * row_bytes:,} bytes, and every device holds all of them"
+    with pytest.raises(ConstraintError, match=words):
+        autopar.plan(Bank(rows), where, (x,))
+
+
+def test_a_parameter_that_nothing_reads_has_no_state_and_no_strategy() -> None:
+    plan = autopar.plan(Bank(1), cluster("a100-80"), (torch.empty(64, 1024, device="meta"),))
+    used = 1024 * 1024 + 1024
+    assert plan.graph.unused == ("unused.weight", "unused.bias")
+    assert plan.prediction.memory_bytes["optimizer_state"] <= 4 * 2 * used + 4096
+    blocks = str(plan).partition("strategy by block")[2].partition("memory of a device")[0]
+    assert "TP" not in blocks
+    explained = " ".join(str(plan.explain("unused")).split())
+    assert "unused.weight unused" in explained
+    assert "unused 2 parameters, which nothing reads" in explained

@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -366,6 +367,10 @@ class Array(Closing):
         if name == "fusion":
             return plot_fusion(fusion_data(self.fused))
         return self._compiled.measured().figure(name, others=("fusion",))
+
+    def save_report(self, path: str | Path) -> None:
+        """Write the plan's report with what was measured as one HTML file."""
+        self._compiled.save_report(path)
 
     def _repr_html_(self) -> str | None:
         return self._compiled._repr_html_()

@@ -221,6 +221,13 @@ class Graph:
                 uses.setdefault(value, []).append((op.index, position))
         return {value: tuple(entries) for value, entries in uses.items()}
 
+    @property
+    def unused(self) -> tuple[Value, ...]:
+        """The parameters that nothing reads, so that they get no gradient."""
+        read = {*self.outputs, self.loss, *(new for _, new in self.mutations)}
+        read |= {value for op in self.ops for value in op.inputs}
+        return tuple(each for each in self.parameters if each.index not in read)
+
     def producers(self) -> dict[int, tuple[int, int]]:
         """Producer of each computed value as (op index, output position)."""
         return {

@@ -138,11 +138,12 @@ class _Play:
         self.joined: dict[int, int] = {}
         self.updated: set[int] = set()
         self.parameter_of = {p.value: p for p in program.parameters}
+        trained = {value for values in route.parameters.values() for value in values}
         for p in program.parameters:
             if route.device in p.devices:
                 stored = parameter_bytes[p.value].stored
                 self.live[Category.PARAMETERS] += stored
-                if p.trainable:
+                if p.value in trained:
                     self.live[Category.OPTIMIZER_STATE] += stored * optimizer.num_states
         self.live[Category.BUFFERS] += buffer_bytes(program, self.allocator)
         for i in program.inputs:

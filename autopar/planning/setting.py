@@ -180,18 +180,26 @@ class Setting:
         return MemoryLimit(tensor_bytes=min([usable, *budgets]), device_bytes=usable)
 
     def check_capacity(self) -> None:
-        """Raise ConstraintError where parameters and optimizer state alone fit no device.
+        """Raise ConstraintError where what a step keeps fits no device.
 
-        Every element is on some device, so the fullest device holds at least its even share.
+        Every device holds all buffers. Every element of parameters and optimizer state is on some
+        device, so the fullest device holds at least its even share.
         """
-        values = self.prepared.captured.graph.values
-        total = sum(stored_bytes(value, value.shape, self.optimizer) for value in values)
-        share, available = -(-total // self.cluster.num_devices), self.limit.tensor_bytes
-        if share > available and not (self.space.offload or self.moves_at_last):
+        graph = self.prepared.captured.graph
+        total = sum(stored_bytes(value, value.shape, self.optimizer) for value in graph.values)
+        buffers, available = sum(b.stored_bytes for b in graph.buffers), self.limit.tensor_bytes
+        if buffers > available:
+            raise ConstraintError(
+                f"no strategy fits {available:,} bytes a device: buffers take {buffers:,} bytes, "
+                "and every device holds all of them. Use a larger MemoryBudget or smaller buffers"
+            )
+        share = -(-total // self.cluster.num_devices)
+        if share + buffers > available and not (self.space.offload or self.moves_at_last):
+            beside = f", beside {buffers:,} of buffers" if buffers else ""
             raise ConstraintError(
                 f"no strategy fits {available:,} bytes a device: parameters and optimizer state "
                 f"alone take {total:,} bytes, at least {share:,} on each of "
-                f"{self.cluster.num_devices}. Use more devices, a larger MemoryBudget, or "
+                f"{self.cluster.num_devices}{beside}. Use more devices, a larger MemoryBudget, or "
                 "offload=True"
             )
 

@@ -126,6 +126,7 @@ def _describe(graph: Graph, captured: Captured, block_cuts: tuple[str, ...]) -> 
         batch_norm=batch_norm_of(graph).value,
         shared=graph.shared,
         block_cuts=block_cuts,
+        unused=tuple(v.target or v.name for v in graph.unused),
         precision=None if captured.precision is None else PrecisionPlan.of(captured.precision),
     )
 

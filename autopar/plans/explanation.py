@@ -28,7 +28,7 @@ from autopar.plans.blocks import (
 )
 from autopar.plans.layout import Section
 from autopar.plans.page import Page
-from autopar.plans.parallelism import joined, kinds_of, kinds_of_choice, strategy_name
+from autopar.plans.parallelism import UNUSED, joined, kinds_of, kinds_of_choice, strategy_name
 from autopar.plans.parts import MODULE_TIMES, ModuleChoice, ModulePlan, PlanFields, RunnerUp
 from autopar.plans.summary import (
     LEAST_S,
@@ -52,7 +52,10 @@ BY_ITSELF = (
     "Each module by itself: all outside of it stays as it is. The search's prices and its estimate "
     "of memory."
 )
-NO_RUNNER_UP = "The plan keeps no other choice for it: none is possible, or it is too large."
+NO_RUNNER_UP = (
+    "The plan keeps no other choice for it: none is possible, it computes nothing, or it is too "
+    "large."
+)
 ALL_OF_IT = "all of it"
 ON_CONSTANTS = "which depend on neither inputs nor parameters"
 ON_ONE_DEVICE = "There is no other choice for it: its mesh is one device."
@@ -343,6 +346,10 @@ def _facts(
         if states:
             text += f", and {format_bytes(states * local)} of optimizer state"
         rows.append(("memory", text))
+    unused = set(parameters).intersection(plan.graph.unused)
+    if unused:
+        text = f"{counted(len(unused), 'parameter')}, which nothing reads"
+        rows.append((UNUSED, text))
     return (*rows, *_best_alternative(plan))
 
 

@@ -27,6 +27,7 @@ from autopar.plans.parts import ModuleChoice, PlanFields, axes_of_experts
 
 DDP, FSDP, ZERO1, ZERO2, ZERO12 = "DDP", "FSDP", "ZeRO-1", "ZeRO-2", "ZeRO-1/2"
 SEQUENCE, TENSOR, EXPERT, REPLICATED = "SP", "TP", "EP", "replicated"
+UNUSED = "unused"
 HYBRID = "HSDP"
 
 MEANING: Mapping[str, str] = {
@@ -39,6 +40,7 @@ MEANING: Mapping[str, str] = {
     TENSOR: "each device computes with its own shard of the weights",
     EXPERT: "expert parallelism, each device computes with its own experts",
     REPLICATED: "every device computes the same",
+    UNUSED: "nothing reads the parameters",
 }
 """What each kind of parallelism means, in the order in which a legend lists them."""
 
@@ -51,6 +53,8 @@ Shares = tuple[Mapping[str, float], ...]
 
 def kinds_of(plan: PlanFields, name: str) -> tuple[str, ...]:
     """The kind of parallelism of a parameter along each mesh axis, empty for an axis of size 1."""
+    if name in plan.graph.unused:
+        return tuple(UNUSED if size > 1 else "" for size in plan.mesh.axis_sizes)
     released, scattered = name in plan.released, name in plan.scattered
     gathered = _gathered_as(plan, is_released=released, is_scattered=scattered)
     kinds = _kinds(plan, plan.parameters[name], plan.uses[name].needs, gathered)
@@ -105,7 +109,10 @@ def _kind(stored: str, needed: str, gathered: str) -> str:
 
 
 def shares_of(plan: PlanFields, names: Iterable[str]) -> Shares:
-    """The kinds of parallelism of some parameters by axis, the one of most bytes first."""
+    """The kinds of parallelism of some parameters by axis, the one of most bytes first; of unused
+    ones only where all are."""
+    names = list(names)
+    names = [name for name in names if name not in plan.graph.unused] or names
     found: list[Counter[str]] = [Counter() for _ in plan.mesh.axis_names]
     for name in names:
         for axis, kind in enumerate(kinds_of(plan, name)):
@@ -149,12 +156,14 @@ def _name_of_shares(plan: PlanFields, shares: Shares, *, short: bool) -> str:
 
 
 def strategy_name(plan: PlanFields, *, short: bool = False) -> str:
-    """The plan's strategy as users know it: ``PP over 4 (1f1b) x DDP over 2``, ``FSDP over 8``."""
+    """The plan's strategy as users know it: ``PP over 4 (1f1b) x DDP over 2``, ``FSDP over 8``;
+    its mesh where the model has no parameters."""
     ranks = plan.schedule.num_devices
     pipeline = f"PP over {ranks} ({plan.schedule.name})" if ranks > 1 else ""
     shares = _by_sequence(plan, shares_of(plan, plan.parameters))
     inner = _name_of_shares(plan, shares, short=short)
-    return " x ".join(part for part in (pipeline, inner) if part) or "one device"
+    alone = str(plan.device_mesh) if plan.may_split else "one device"
+    return " x ".join(part for part in (pipeline, inner) if part) or alone
 
 
 def _by_sequence(plan: PlanFields, shares: Shares) -> Shares:

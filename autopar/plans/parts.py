@@ -98,6 +98,7 @@ class GraphPlan(_Struct, frozen=True):
     its mixed precision, None if it computes in the model's own dtypes. ``shared``: the names of
     each module and parameter that has several, the one that the plan uses first. ``block_cuts``:
     the modules inside blocks in front of which these are divided, so that a stage can begin there.
+    ``unused``: the parameters that nothing reads.
     """
 
     fingerprint: str
@@ -109,6 +110,7 @@ class GraphPlan(_Struct, frozen=True):
     precision: PrecisionPlan | None = None
     shared: tuple[tuple[str, ...], ...] = ()
     block_cuts: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
 
 class KnownStrategy(_Struct, frozen=True):

@@ -45,12 +45,13 @@ class Candidate:
         return bool(self.solution.assignment)
 
     def estimated_bytes(self, residence: Residence = WHOLE) -> float:
-        """Memory of a device as estimated by the search, node by node."""
+        """Memory of a device as estimated by the search: node by node, and all buffers."""
         memory = self.priced.memory(
             residence, released=bool(self.released), scattered=bool(self.scattered)
         )
         picks = zip(memory, self.solution.assignment)
-        return float(sum(of_node[pick] for of_node, pick in picks))
+        buffers = self.priced.pricing.buffer_bytes
+        return float(sum(of_node[pick] for of_node, pick in picks)) + buffers
 
     @property
     def num_microbatches(self) -> int:

@@ -132,7 +132,7 @@ class PricedGraph:
             None
             if budget_bytes is None
             else self.memory(residence, released=released, scattered=scattered),
-            budget_bytes,
+            None if budget_bytes is None else max(0.0, budget_bytes - self.pricing.buffer_bytes),
             node_names=[f"{node.kind} {node.name} {node.index}" for node in self.nodes],
         )
 

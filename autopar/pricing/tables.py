@@ -102,7 +102,7 @@ class Pricing:
     """The price tables of a graph on a mesh of a cluster.
 
     ``held`` fixes the placements of some stored values. ``optimizer`` is AdamW by default. A step
-    is computed in ``num_passes``.
+    is computed in ``num_passes``. ``buffer_bytes`` are of all buffers, which devices hold whole.
     ``routes`` may be a caching `redistribute` shared by several instances.
     """
 
@@ -132,6 +132,7 @@ class Pricing:
         self.held = held or {}
         self.optimizer = optimizer or adamw(cluster.device)
         self.num_passes = num_passes
+        self.buffer_bytes = sum(buffer.stored_bytes for buffer in analysis.graph.buffers)
         self.moves = Moves(
             analysis.graph, mesh, cluster, communication, microbatches, routes=routes
         )
@@ -316,7 +317,7 @@ class Pricing:
         digits, held = self._digits(value), self.held.get(value.index)
         first = None if self.microbatches is None else self.microbatches.states[value.index]
         dtypes = value.dtype, value.mixed
-        key = (value.kind, value.shape, dtypes, value.differentiable, digits, first, held)
+        key = (value.kind, value.shape, dtypes, self._is_trained(value), digits, first, held)
         if key not in self._value_tables:
             options = [held] if held else split_placements(value, self.mesh, (R,), digits)
             if (cut := self.microbatches) is not None:
@@ -335,7 +336,7 @@ class Pricing:
         """Seconds per step of a stored value: a parameter's update, an input's copy."""
         if value.kind is not ValueKind.PARAMETER:
             return sizes * 2 / self.cluster.device.memory_bandwidth_bytes_per_s
-        if not value.differentiable:
+        if not self._is_trained(value):
             return np.zeros_like(sizes)
         times = {size: self.update(int(size), value.stored_dtype).time_s for size in set(sizes)}
         return np.array([times[size] for size in sizes])
@@ -358,6 +359,10 @@ class Pricing:
             weakest((found.source, Source.INTERPOLATED)),
         )
 
+    def _is_trained(self, value: Value) -> bool:
+        """Whether a value has a gradient; a parameter that no op reads has none, and no state."""
+        return value.differentiable and value.index in self.analysis.consumers
+
     def _sums(self, value: Value) -> bool:
         """Whether the gradient of a parameter is a sum over micro-batches."""
         return value.differentiable and self.num_microbatches > 1
@@ -372,7 +377,7 @@ class Pricing:
             own = 0 if value.mixed is None else 1
             gradients = 1 if self.num_microbatches == 1 else 0
             num_held = gradients + self.optimizer.num_states
-            return sizes * (own + (num_held if value.differentiable else 0))
+            return sizes * (own + (num_held if self._is_trained(value) else 0))
         return sizes
 
     def _digits(self, value: Value) -> tuple[tuple[int, int], ...]:

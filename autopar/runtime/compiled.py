@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,8 +48,7 @@ from autopar.runtime.step.executor import ActionTime
 from autopar.runtime.step.forward_programs import ForwardPrograms, LowerForward
 from autopar.runtime.step.training_programs import LowerTraining, TrainingPrograms
 from autopar.runtime.step_log import StepLog
-
-_NUM_TIMED_STEPS = 100
+from autopar.runtime.step_times import StepTimes
 
 
 class Compiled(ModuleHabits, Closing):
@@ -95,8 +92,7 @@ class Compiled(ModuleHabits, Closing):
         self.program = program
         self.training = model.training
         self._captured = captured
-        self._step_times_s: collections.deque[float] = collections.deque(maxlen=_NUM_TIMED_STEPS)
-        self._step_log: StepLog | None = None
+        self._step_times = StepTimes()
         self._profile: Profile | None = None
         self._has_optimizer = options.optimizer is not None
         self._name = type(model).__name__
@@ -154,10 +150,8 @@ class Compiled(ModuleHabits, Closing):
         slot, tensors = self._trainings.call(args, kwargs, local=local)
         with self._checkpoints.step():
             loss = self._runner.train_step(tensors, local=local, slot=slot)
-        self._step_times_s.append(time.perf_counter() - started_s)
+        self._step_times.note(loss, time.perf_counter() - started_s, is_planned=slot == 0)
         self._loop.end_update()
-        if self._step_log is not None:
-            self._step_log.after_step(loss, self._step_times_s[-1], is_planned=slot == 0)
         return loss
 
     def log_every(self, num_steps: int) -> None:
@@ -167,7 +161,7 @@ class Compiled(ModuleHabits, Closing):
         It goes to the logger ``autopar.training`` of the first rank, and where logging is not
         configured to standard error. Raises InputError unless ``num_steps`` is at least 1.
         """
-        self._step_log = StepLog(
+        self._step_times.log = StepLog(
             num_steps, self.plan, self.memory_growth_bytes,
             speaks=not is_spmd() or dist.get_rank() == 0,
         )  # fmt: skip
@@ -304,8 +298,9 @@ class Compiled(ModuleHabits, Closing):
 
     @property
     def step_time_s(self) -> float | None:
-        """Median wall time of the last steps in seconds; None before the first."""
-        return statistics.median(self._step_times_s) if self._step_times_s else None
+        """Median wall time in seconds of the last steps on batches of the example's sizes; None
+        before the first."""
+        return self._step_times.median_s
 
     def memory_growth_bytes(self) -> list[int]:
         """Per rank, by how much the memory at the peak of training exceeds that before loading."""
@@ -351,24 +346,26 @@ class Compiled(ModuleHabits, Closing):
         with self._measurement(args, kwargs, local) as measurement:
             found = measurement.profile(self.plan, self._captured, self.program, num_steps)
         self._profile = found
-        self._step_times_s.extend(found.step_times_s)
+        self._step_times.seconds.extend(found.step_times_s)
         return found
 
     @contextlib.contextmanager
     def _measurement(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], local: bool
     ) -> Iterator[Measurement]:
-        """Measures steps, whose times are not among those of training: measuring takes time."""
-        kept = tuple(self._step_times_s)
-        try:
+        """Measures steps, whose times are not among those of training, nor logged: measuring takes
+        time."""
+        with self._step_times.paused():
             yield Measurement(self._runner, lambda: self.train_step(*args, local=local, **kwargs))
-        finally:
-            self._step_times_s.clear()
-            self._step_times_s.extend(kept)
 
     def report(self, detail: str = "screen") -> str:
         """The plan in this detail, as `Plan.report` gives it, and measurements since."""
         return self.measured().text(detail)
+
+    def save_report(self, path: str | Path) -> None:
+        """Write the plan's report with what was measured as one HTML file, as `Plan.save_report`
+        writes that of the plan alone."""
+        self.measured().save(path)
 
     def _repr_html_(self) -> str | None:
         return self.measured().page()._repr_html_()
@@ -385,7 +382,7 @@ class Compiled(ModuleHabits, Closing):
         """The report as its parts: `report`, `figure` and a notebook's page are made of it."""
         return MeasuredReport(
             plan=self.plan, notes=(*self._runner.not_compiled, *self._runner.graph_notes()),
-            step_times_s=tuple(self._step_times_s), profile=self._profile,
+            step_times_s=tuple(self._step_times.seconds), profile=self._profile,
         )  # fmt: skip
 
     def state_dict(self) -> dict[str, Tensor]:

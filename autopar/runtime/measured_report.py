@@ -9,6 +9,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from autopar.base.errors import InputError
@@ -61,6 +63,10 @@ class MeasuredReport:
             details=(*page.details, *self._details()),
         )
 
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the page as one HTML file."""
+        Path(path).write_text(self.page().to_html(), encoding="utf-8")
+
     def figure(self, name: str, others: Sequence[str] = ()) -> tuple[Any, Any]:
         """A figure of the plan or of the profile; ``others`` are names that the caller draws.
 
@@ -85,7 +91,7 @@ class MeasuredReport:
         """The time of a step, and the profile's tables that fit a screen."""
         found = []
         if self.step_times_s:
-            step_time_s = statistics.median(self.step_times_s)
+            step_time_s = statistics.median_low(self.step_times_s)
             num, predicted_s = len(self.step_times_s), self.plan.prediction.step_time_s
             steps = f"median of the last {num} steps" if num > 1 else "the first, which warms up"
             title = (

@@ -17,14 +17,15 @@ from typing import Any
 
 import msgspec
 
+from autopar.base.errors import InputError
 from autopar.base.units import format_seconds
 from autopar.cost_models import Calibration
 from autopar.cost_models.estimate import Source
+from autopar.cost_models.hardware import is_count
 from autopar.plans.bars import Bars, Series, Unit
 from autopar.plans.document import Plan
 from autopar.plans.layout import WIDTH, Section, text_lines
-from autopar.plans.step_trace import step_events
-from autopar.plans.timeline import predicted_spans, predicted_timeline, stage_durations
+from autopar.plans.timeline import stage_durations
 from autopar.runtime.memory_profile import MemoryProfile
 from autopar.runtime.op_profile import PASSES, OpProfile, Pass, PassTimes
 from autopar.runtime.op_tables import (
@@ -37,11 +38,13 @@ from autopar.runtime.op_tables import (
     pass_section,
     worst_groups,
 )
+from autopar.runtime.profile_trace import EXPOSED, trace_events
 from autopar.runtime.step.timing import RankTimes
-from autopar.schedules import Interval
 from autopar.schedules.action import RECV_KINDS, SEND_KINDS, Kind
 from autopar.schedules.simulate.timeline import covered_s
-from autopar.schedules.simulate.trace import device_names, interval_events, trace_text
+from autopar.schedules.simulate.trace import (
+    trace_text,
+)
 
 FIGURE_NAMES = ("phases", "stages", "ops", "peak_memory")
 MOST_RANKS = 8
@@ -229,7 +232,7 @@ class Profile:
         p = self.plan.prediction
         exposed_s = p.communication_s
         rest_s = p.step_time_s - p.forward_s - p.backward_s - exposed_s - p.copies_s - p.update_s
-        communication = "exposed communication", exposed_s, [r.communication_s for r in ranks]
+        communication = EXPOSED, exposed_s, [r.communication_s for r in ranks]
         messages = "messages between stages", None, [r.messages_s for r in ranks]
         return (
             ("forward", p.forward_s, [r.forward_s for r in ranks]),
@@ -271,7 +274,13 @@ class Profile:
         return Section(title=title, columns=columns, rows=tuple(rows)).used_columns()
 
     def report(self, width: int = WIDTH) -> str:
-        """The tables as text, in lines of at most ``width`` columns."""
+        """The tables as text, in lines of at most ``width`` columns; raises InputError unless that
+        is a number."""
+        if not is_count(width):
+            raise InputError(
+                f"width is {width!r}; a profile has one report: report(), or the "
+                "number of its columns, at least 1"
+            )
         return "\n".join(line for each in self.sections() for line in text_lines(each, width))
 
     def __str__(self) -> str:
@@ -385,68 +394,10 @@ class Profile:
 
     # --- for trace viewers --------------------------------------------------------------------
     def trace_events(self) -> list[dict[str, Any]]:
-        """A process per rank, with tracks of what was measured and of what was predicted.
-
-        Both begin at 0. Where ranks run on hosts whose clocks differ, each rank begins at 0.
-        """
-        actions_of = [each.actions for each in self.times]
-        starts = [min(each.start_s for each in actions) for actions in actions_of if actions]
-        is_one_clock = max(starts) - min(starts) <= self.step_time_s
-        measured = []
-        for rank, actions in enumerate(actions_of):
-            own = min((each.start_s for each in actions), default=0.0)
-            zero = min(starts) if is_one_clock else own
-            for each in actions:
-                times = each.start_s - zero, each.end_s - zero
-                measured.append(Interval(rank, each.resource, each.action, *times))
-        slices = interval_events(measured, "measured ", word="rank")
-        first_track = 1 + max(event["tid"] for event in slices)
-        return [
-            *device_names(len(self.times), "rank"),
-            *slices,
-            *self._rest_events(slices),
-            *self._predicted_events(first_track),
-        ]
-
-    def _predicted_events(self, first_track: int) -> list[dict[str, Any]]:
-        """The predicted timeline on every rank, in tracks from ``first_track`` on."""
-        timeline, spans = predicted_timeline(self.plan), predicted_spans(self.plan)
-        if timeline is None:
-            return []
-        size, prefix = len(self.times) // timeline.shape.num_devices, "predicted "
-        if spans is not None:
-            return [
-                event
-                for rank in range(size)
-                for event in step_events(
-                    timeline.intervals, spans, device=rank, prefix=prefix, first_track=first_track
-                )
-            ]
-        predicted = [
-            each._replace(
-                device=each.device * size + number,
-                peer=each.peer * size + number if each.peer >= 0 else each.peer,
-            )
-            for number in range(size)
-            for each in timeline.intervals
-        ]
-        return interval_events(predicted, prefix, first_track, word="rank")
-
-    def _rest_events(self, slices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """After the last action of each rank: updates, and what else is outside of actions."""
-        found = []
-        for rank, phases in enumerate(self.ranks):
-            own = [each for each in slices if each["pid"] == rank and each["ph"] == "X"]
-            if own:
-                last = max(own, key=lambda each: each["ts"] + each["dur"])
-                found.append(
-                    {
-                        "name": REST, "cat": "compute", "ph": "X", "pid": rank,
-                        "tid": min(each["tid"] for each in own),
-                        "ts": last["ts"] + last["dur"], "dur": round(phases.rest_s * 1e9) / 1000,
-                    }
-                )  # fmt: skip
-        return found
+        """A process per rank, with tracks of what was measured and of what was predicted; see
+        `autopar.runtime.profile_trace`."""
+        rests_s = [phases.rest_s for phases in self.ranks]
+        return trace_events(self.plan, self.times, rests_s, self.step_time_s)
 
     def save_trace(self, path: str | Path) -> None:
         """Write the trace as JSON, to be opened in ui.perfetto.dev or chrome://tracing."""

@@ -294,6 +294,24 @@ def test_a_cluster_of_one_device_needs_no_links():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="detects the CUDA devices instead")
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_rank_in_a_process_of_the_users_has_its_threads(tmp_path, monkeypatch, num_threads):
+    """One CPU runs in the caller's process, and ranks of ``torchrun`` are started by others."""
+    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        expected = min(num_threads, usable_cores())
+        assert Cluster.detect(1).device.num_threads == expected
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            monkeypatch.setenv(name, "2")
+        assert Cluster.detect().device.num_threads == expected
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="detects the CUDA devices instead")
 def test_detection_measures_this_machine_once(tmp_path, monkeypatch):
     monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("WORLD_SIZE", raising=False)

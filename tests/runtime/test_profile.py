@@ -16,9 +16,10 @@ import torch
 
 import autopar
 from autopar.base.errors import InputError
-from autopar.base.units import format_bytes
+from autopar.base.units import format_bytes, format_seconds
 from autopar.runtime.op_tables import REST
 from autopar.runtime.profile import Profile
+from autopar.runtime.profile_trace import EXPOSED
 from autopar.runtime.step.executor import ActionTime
 from autopar.runtime.step.timing import RankTimes
 from autopar.schedules import Action, Kind, Resource
@@ -36,6 +37,48 @@ def test_a_batch_of_other_sizes_is_not_compared_with_the_plan() -> None:
         with pytest.raises(InputError, match=r"the plan predicts .* float32\[8, 8\].*those sizes"):
             compiled.profile(x[:5], y[:5], num_steps=1)
         assert compiled.profile(x, y, num_steps=1).ops
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.name == "autopar.training"]
+
+
+def test_only_steps_of_training_on_the_planned_batch_are_reported_and_logged(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Not steps of other batches, for which nothing is predicted, nor those that are measured."""
+    model, x, y = torch.nn.Linear(8, 4), torch.randn(8, 8), torch.arange(8) % 4
+    loss_fn = torch.nn.functional.cross_entropy
+    with autopar.compile(
+        model, 1, (x, y), loss_fn=loss_fn, optimizer=ADAM, profile_limit_s=0.0
+    ) as compiled:
+        compiled.train_step(x[:5], y[:5])
+        assert compiled.step_time_s is None
+        assert "measured" not in compiled.report().rpartition("all details")[2]
+        compiled.log_every(1)
+        with caplog.at_level("INFO", logger="autopar.training"):
+            profile = compiled.profile(x, y, num_steps=2)
+            compiled.peak_tensor_bytes(x, y)
+            assert not logged(caplog)
+            compiled.train_step(x, y)
+        (line,) = logged(caplog)
+        assert line.startswith("step 1, loss ")
+        assert compiled.step_time_s in [*profile.step_times_s, compiled._step_times.seconds[-1]]
+        compiled.save_report(tmp_path / "report.html")
+        page = (tmp_path / "report.html").read_text()
+        assert "median of the last 3 steps" in page
+        assert "<script" not in page
+    with pytest.raises(InputError, match=r"width is 'full'; a profile has one report"):
+        profile.report("full")  # type: ignore[arg-type]
+
+
+def test_a_page_has_one_time_of_the_same_steps(profiled: tuple[Any, Profile]) -> None:
+    compiled, profile = profiled
+    even = dataclasses.replace(profile, step_times_s=(0.004, 0.002), times=profile.times)
+    report = dataclasses.replace(compiled.measured(), profile=even, step_times_s=even.step_times_s)
+    text = report.text("full")
+    assert f"measured: {format_seconds(even.step_time_s)} a step" in text
+    assert f"{even.ratio:.2f}x the predicted" in text
 
 
 def test_phases_of_a_rank_make_up_its_step(profiled: tuple[Any, Profile]) -> None:
@@ -130,12 +173,32 @@ def test_traces_have_every_action_measured_and_predicted(
         for rank, found in enumerate(profile.times)
         for each in found.actions
     )
-    assert slices["measured"] == ran + Counter({(rank, REST): 1 for rank in range(2)})
+    waits = Counter({(rank, EXPOSED): len(found.waits) for rank, found in enumerate(profile.times)})
+    assert slices["measured"] == ran + waits + Counter({(rank, REST): 1 for rank in range(2)})
     computed = Counter({key: n for key, n in ran.items() if "_" not in key[1]})
     passes = {k: n for k, n in slices["predicted"].items() if not re.search("_|[GU]$", k[1])}
     assert Counter(passes) == computed
     names = {e["name"] for e in plan if e["ph"] == "X"}
     assert {name for name in names if not re.search("_|[GU]$", name)} == {n for _, n in computed}
+
+
+def test_traces_have_the_exposed_communication_and_end_with_the_step(
+    profiled: tuple[Any, Profile],
+) -> None:
+    """On each rank as much as the report has, and the rest of the step comes behind it."""
+    _, profile = profiled
+    events = profile.trace_events()
+    for rank, phases in enumerate(profile.ranks):
+        own = [e for e in events if e["pid"] == rank and e["ph"] == "X"]
+        tracks = {e["tid"] for e in own if e["name"] == EXPOSED}
+        waited_us = sum(e["dur"] for e in own if e["name"] == EXPOSED)
+        assert waited_us == pytest.approx(1e6 * phases.communication_s, abs=0.1)
+        assert waited_us > 0
+        assert {e["name"] for e in own if e["tid"] in tracks} == {EXPOSED}
+        (rest,) = [e for e in own if e["name"] == REST]
+        measured = [e for e in own if e["tid"] <= max(tracks) and e is not rest]
+        last_us = max(e["ts"] + e["dur"] for e in measured)
+        assert rest["ts"] >= last_us - 1e-2
 
 
 def test_traces_have_the_parts_of_a_predicted_step_on_every_rank(
@@ -220,11 +283,11 @@ def test_steps_that_only_measure_are_not_among_those_of_training(
 ) -> None:
     compiled, _ = profiled
     _, make_batch = build("gpt2")
-    before = tuple(compiled._step_times_s)
+    before = tuple(compiled._step_times.seconds)
     compiled.peak_tensor_bytes(**make_batch(1))
-    assert tuple(compiled._step_times_s) == before
+    assert tuple(compiled._step_times.seconds) == before
     found = compiled.profile(num_steps=1, **make_batch(1))
-    assert tuple(compiled._step_times_s) == (*before, *found.step_times_s)
+    assert tuple(compiled._step_times.seconds) == (*before, *found.step_times_s)
 
 
 def test_json_has_the_numbers_of_all_tables(profiled: tuple[Any, Profile], tmp_path: Path) -> None:
