@@ -53,6 +53,10 @@ class Calibration:
     table: EfficiencyTable
     uncertainty: Mapping[Family, Uncertainty]
 
+    def __repr__(self) -> str:
+        names = ", ".join(f"{name} {x.median_factor:.2f}x" for name, x in self.uncertainty.items())
+        return f"<Calibration, median error on held-out calls: {names or 'not known'}>"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sample:

@@ -86,6 +86,10 @@ class Cluster(Hardware, frozen=True, forbid_unknown_fields=True, kw_only=True):
         parts = self.islands or (self,)
         return " + ".join(f"{each.num_devices} x {each.device.name}" for each in parts)
 
+    def __repr__(self) -> str:
+        links = ", ".join(f"{level.name} of {level.size}" for level in self.levels)
+        return f"<Cluster {self.devices_text}" + f"; {links}" * bool(links) + ">"
+
     @classmethod
     def preset(
         cls,

@@ -15,7 +15,7 @@ from autopar.frontend.capture import capture
 from autopar.ir.block_names import lies_in
 from autopar.ir.graph import Graph, ValueKind
 from autopar.plans.figures import strategy_data
-from autopar.plans.layout import WIDTH
+from autopar.plans.layout import WIDTH, Section, text_lines, wrapped
 from autopar.plans.summary import headline
 from autopar.plans.text import plan_sections
 from tests.models.zoo import build
@@ -137,3 +137,24 @@ def test_rows_of_explain_that_differ_in_numbers_alone_are_one() -> None:
                     (re.sub(r"[\d,-]+|\(\d+x.*\)", "#", row[0]), *row[1:]) for row in section.rows
                 ]
                 assert len(set(keys)) == len(keys), name
+
+
+def test_text_is_not_broken_inside_names_numbers_and_shapes_where_there_is_room() -> None:
+    names = ("aten.scaled_dot_product_attention", "model.layers.0-31.mlp.down_proj", "layer_norm_3")
+    section = Section(
+        title="ops",
+        columns=("op", "pass", "measured", "price"),
+        rows=tuple((name, "recomputed", "12.34 ms", "interpolated") for name in names),
+        wraps=True,
+    )
+    for width in (50, 60, 80):
+        lines = text_lines(section, width)
+        assert max(map(len, lines)) <= width
+        assert sum("recomputed" in line and "interpolated" in line for line in lines) == len(names)
+        cells = "".join(line[2:].split("  ")[0].strip() for line in lines[2:])
+        assert cells == "".join(names)
+    text = "parameters 75.06 KiB, float32[64, 16], 12.5 ms and 1,024 GB/s, " * 3
+    for width in range(24, 60):
+        for line in wrapped(text, width):
+            assert len(line) <= width
+            assert not re.search(r"\d$|\[[^\]]*$", line)

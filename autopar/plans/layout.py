@@ -7,10 +7,14 @@ of the same sections, so both have the same numbers.
 from __future__ import annotations
 
 import itertools
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_NO_BREAK = "\xa0"
+_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]iB|B|[mu]?s|[GT]FLOP/s|GB/s|TB/s)\b)")
+_SHAPE = re.compile(r"\[[\d, ]{1,24}\]")
 WIDTH = 100
 GAP = "  "
 LEAST_CELL = 8
@@ -65,12 +69,16 @@ def text_lines(section: Section, width: int = WIDTH) -> list[str]:
 
 
 def wrapped(text: str, width: int, first: str = "", following: str = "") -> list[str]:
-    """A text in lines of at most ``width``; the lines begin with ``first``, then ``following``."""
+    """A text in lines of at most ``width``; the lines begin with ``first``, then ``following``.
+
+    A number stays on the line of its unit, and a shape on one line.
+    """
+    glued = _UNIT.sub(_NO_BREAK, printable(text))
+    glued = _SHAPE.sub(lambda found: found[0].replace(" ", _NO_BREAK), glued)
     found = textwrap.wrap(
-        printable(text), width, initial_indent=first, subsequent_indent=following,
-        break_on_hyphens=False,
-    )  # fmt: skip
-    return found or [first]
+        glued, width, initial_indent=first, subsequent_indent=following, break_on_hyphens=False
+    )
+    return [line.replace(_NO_BREAK, " ") for line in found] or [first]
 
 
 def printable(text: str) -> str:
@@ -123,18 +131,27 @@ def _least(section: Section, room: int) -> list[int]:
 
 
 def _longest(texts: Sequence[str]) -> int:
-    """The length of the longest word; words may break in front of dots."""
-    parts = [part for text in texts for word in text.split() for part in _parts(word)]
-    return max(map(len, parts), default=1)
+    """The length of the longest part of a word that is not broken."""
+    sizes = [
+        end - start
+        for text in texts
+        for word in text.split()
+        for start, end in itertools.pairwise((0, *_breaks(word), len(word)))
+    ]
+    return max(sizes, default=1)
 
 
-def _parts(word: str) -> list[str]:
-    first, *others = word.split(".")
-    return [first, *("." + part for part in others)]
+def _breaks(word: str) -> list[int]:
+    """Where a long word is broken: in front of dots, and behind underscores."""
+    return [
+        i
+        for i in range(1, len(word))
+        if (word[i] == "." != word[i - 1]) or (word[i - 1] == "_" != word[i])
+    ]
 
 
 def broken(text: str, width: int) -> list[str]:
-    """The text in lines of at most ``width``: between words, or in front of a dot in a long one."""
+    """The text in lines of at most ``width``: between words, or inside long ones; see `_breaks`."""
     lines = [""]
     for word in printable(text).split():
         if lines[-1] and len(lines[-1]) + 1 + len(word) <= width:
@@ -142,10 +159,8 @@ def broken(text: str, width: int) -> list[str]:
             continue
         lines.append(word)
         while len(lines[-1]) > width:
-            dot = lines[-1].rfind(".", 1, width + 1)
-            while dot > 0 and lines[-1][dot - 1] == ".":  # of ".." in front of the last of a range
-                dot -= 1
-            at = dot if dot >= max(width // 3, 1) else width
+            found = [i for i in _breaks(lines[-1]) if max(width // 3, 1) <= i <= width]
+            at = found[-1] if found else width
             lines[-1:] = lines[-1][:at], lines[-1][at:]
     return lines[1:] or [""]
 

@@ -1,7 +1,8 @@
-"""The ops of a profile as a table, a figure and a calibration.
+"""The ops of a profile as a table, a figure, a calibration, and prices.
 
 In: ops of measured steps. Out: the groups that are furthest from their predictions, as text and as
-numbers to draw, and the device's efficiencies fitted to the calls among them.
+numbers to draw, the device's efficiencies fitted to the calls among them, and the calls in the
+store of measured prices.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from dataclasses import dataclass
 
 from autopar.base.units import format_seconds
 from autopar.cost_models import Calibration, DeviceSpec, calibrate
+from autopar.cost_models.call_text import call_to_text
+from autopar.cost_models.calls import OpCall
 from autopar.cost_models.estimate import weakest
+from autopar.cost_models.store import OpTime, ProfileStore, default_store_path
 from autopar.plans.bars import Bars, Series, Unit
 from autopar.plans.blocks import folded, pattern_of
 from autopar.plans.layout import Section
@@ -154,3 +158,15 @@ def _row_name(group: OpGroup) -> str:
 def calibration_of(device: DeviceSpec, ops: Sequence[OpProfile]) -> Calibration:
     """The efficiencies of a device fitted to the ops of measured steps."""
     return calibrate(device, [op.measured_call for op in ops if op.measured_call is not None])
+
+
+def keep_prices(device: DeviceSpec, ops: Sequence[OpProfile]) -> int:
+    """Store the times of measured ops, of equal calls the one of median time; their number."""
+    found: dict[str, list[tuple[OpCall, OpTime]]] = {}
+    for call, times in (op.measured_call for op in ops if op.measured_call is not None):
+        found.setdefault(call_to_text(call), []).append((call, times))
+    with ProfileStore(default_store_path(), device) as store:
+        for each in found.values():
+            each.sort(key=lambda pair: pair[1].total_s)
+            store.put(*each[(len(each) - 1) // 2])
+    return len(found)

@@ -19,9 +19,9 @@ import msgspec
 
 from autopar.base.errors import InputError
 from autopar.base.units import format_seconds
-from autopar.cost_models import Calibration
+from autopar.cost_models import Calibration, Cluster
 from autopar.cost_models.estimate import Source
-from autopar.cost_models.hardware import is_count
+from autopar.cost_models.hardware import DeviceSpec, is_count
 from autopar.plans.bars import Bars, Series, Unit
 from autopar.plans.document import Plan
 from autopar.plans.layout import WIDTH, Section, text_lines
@@ -33,6 +33,7 @@ from autopar.runtime.op_tables import (
     REST,
     OpGroup,
     calibration_of,
+    keep_prices,
     op_section,
     ops_data,
     pass_section,
@@ -359,6 +360,22 @@ class Profile:
         """
         return calibration_of(self.plan.cluster.device, self.ops)
 
+    def keep_prices(self) -> int:
+        """Keep the times of ops in this machine's store of measured prices, from which later plans
+        price equal calls; the number of calls.
+
+        Of equal calls the one of (lower) median time is kept. Raises InputError if the plan is for
+        another device than this machine's.
+        """
+        device = self.plan.cluster.device
+        here = Cluster.detect(self.plan.cluster.num_devices).device
+        if _identity(here) != _identity(device):
+            raise InputError(
+                f"the plan is for {_identity(device)}, and these times are of {_identity(here)}; "
+                "make the plan with autopar.compile(...) on this machine"
+            )
+        return keep_prices(device, self.ops)
+
     # --- for programs -------------------------------------------------------------------------
     def to_json(self, path: str | Path | None = None) -> str:
         """The numbers of all tables as JSON text, also written to ``path`` if given.
@@ -402,6 +419,12 @@ class Profile:
     def save_trace(self, path: str | Path) -> None:
         """Write the trace as JSON, to be opened in ui.perfetto.dev or chrome://tracing."""
         Path(path).write_text(trace_text(self.trace_events()), encoding="utf-8")
+
+
+def _identity(device: DeviceSpec) -> str:
+    """What the store of measured prices tells devices apart by."""
+    threads = f", {device.num_threads} threads of {device.num_processes} processes"
+    return device.name + threads * (device.kind == "cpu")
 
 
 def _beside(measured_s: float, predicted_s: float | None) -> tuple[str, str, str]:

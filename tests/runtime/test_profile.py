@@ -316,3 +316,26 @@ def test_json_has_the_numbers_of_all_tables(profiled: tuple[Any, Profile], tmp_p
     for each, passed in zip(found["passes"], profile.passes, strict=True):
         assert each["measured_s"] == passed.measured_s
         assert each["direction"] == passed.direction
+
+
+def test_measured_ops_are_the_prices_of_later_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 4))
+    x, y = torch.randn(64, 64), torch.arange(64) % 4
+    options = {"loss_fn": torch.nn.functional.cross_entropy, "optimizer": ADAM}
+    with autopar.compile(model, 1, (x, y), profile_limit_s=0.0, **options) as compiled:
+        assert "measured" not in compiled.plan.prediction.sources
+        profile = compiled.profile(x, y, num_steps=1)
+    num = profile.keep_prices()
+    assert num == len({str(op.call) for op in profile.ops if op.measured_call is not None}) > 2
+    # Too little time to measure anything: what is known is read.
+    with autopar.compile(model, 1, (x, y), profile_limit_s=1e-9, **options) as compiled:
+        assert compiled.plan.prediction.sources["measured"] >= num
+    elsewhere = autopar.plan(
+        model, autopar.Cluster.preset("a100-80"), (x, y), loss_fn=options["loss_fn"]
+    )
+    other = dataclasses.replace(profile, plan=elsewhere)
+    with pytest.raises(InputError, match=r"the plan is for NVIDIA A100.*these times are of "):
+        other.keep_prices()
