@@ -55,7 +55,7 @@ SHOWN = ("vgg16", "resnet50", "inception_v3", "bert", "gpt2")
 HELD_OUT = ("alexnet", "densenet121", "mobilenet_v2", "vit", "transformer")
 PERCENTS = (30, 45, 60, 75, 90, 95)
 THESIS_PERCENT = 20.0
-TOLERANCE = 5e-3
+TOLERANCE, LIMIT_S = 5e-3, 3.0
 OPTIMUM = {"relative_gap": 1e-4, "time_limit_s": 120.0}
 Row = dict[str, Any]
 
@@ -118,7 +118,7 @@ def described(problem: PinningProblem, step: StepLifetimes, solved: tuple[Any, .
 def pinned_sets(problem: PinningProblem, step: StepLifetimes, *, greedy: bool) -> Row:
     solvers: dict[str, Callable[[PinningProblem], Pinning]] = {
         **({"geeps": geeps} if greedy else {}),
-        "ours": lambda p: pin_by_dynamic_program(p, tolerance=TOLERANCE),
+        "ours": lambda p: pin_by_dynamic_program(p, tolerance=TOLERANCE, time_limit_s=LIMIT_S),
         "optimum": lambda p: pin_by_program(p, **OPTIMUM),
     }
     found = {name: timed(lambda s=solve: s(problem)) for name, solve in solvers.items()}
@@ -138,7 +138,7 @@ def pinned_sets(problem: PinningProblem, step: StepLifetimes, *, greedy: bool) -
 def gap_by_gap(step: StepLifetimes, capacity_bytes: int) -> Row:
     found, wall_s, cpu_s = timed(
         lambda: residency.least_traffic(
-            step, capacity_bytes, relative_gap=TOLERANCE, time_limit_s=4.0
+            step, capacity_bytes, relative_gap=TOLERANCE, time_limit_s=LIMIT_S
         )
     )
     times = {"wall_s": round(wall_s, 3), "cpu_s": round(cpu_s, 3)}

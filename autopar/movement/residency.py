@@ -17,6 +17,7 @@ moved. The integer program is sparse: bytes held are variables that each operati
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -76,7 +77,11 @@ def least_traffic(
     relative_gap: float = 0.0,
     time_limit_s: float | None = None,
 ) -> Residency:
-    """The gaps to move for the least traffic. Raises MovementError for an infeasible capacity."""
+    """The gaps to move for the least traffic. Raises MovementError for an infeasible capacity.
+
+    ``time_limit_s`` is for all integer programs together.
+    """
+    end_s = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
     least = least_capacity(step)
     if capacity_bytes < least:
         raise MovementError(
@@ -91,12 +96,14 @@ def least_traffic(
     relaxed = solve_linear(form.program(0.0), relaxed=True, time_limit_s=time_limit_s)
     best = form.rounded(relaxed)
     bound = relaxed.bound * form.scale if relaxed.optimal else 0.0
-    for slack in (0.0, CONSTRAINT_SLACK):
-        if best[1] - bound <= max(relative_gap * best[1], 0.5):
+    for slack, share in ((0.0, 0.5), (CONSTRAINT_SLACK, 1.0)):
+        left_s = share * (end_s - time.monotonic())
+        if best[1] - bound <= max(relative_gap * best[1], 0.5) or left_s <= 0:
             break
         result = solve_linear(
-            form.program(slack), relative_gap=relative_gap, time_limit_s=time_limit_s
-        )
+            form.program(slack), relative_gap=relative_gap,
+            time_limit_s=left_s if math.isfinite(left_s) else None,
+        )  # fmt: skip
         if not slack:
             bound = max(bound, result.bound * form.scale)
         best = min(best, form.rounded(result), key=lambda found: found[1])

@@ -78,6 +78,21 @@ def test_a_tolerance_costs_no_more_than_it_says():
             assert found.saved_bytes >= (1 - 0.1) * best
 
 
+def test_the_best_set_so_far_is_returned_at_a_time_limit():
+    draw = random.Random(5)
+    num_worse = 0
+    for _ in range(200):
+        problem = drawn_problem(draw)
+        best, _ = by_brute_force(problem)
+        if best is not None:
+            found = pin_by_dynamic_program(problem, time_limit_s=0.0)
+            assert problem.fits(found.pinned)
+            assert found.saved_bytes == problem.saved_bytes(found.pinned) <= best
+            assert best <= found.bound_bytes
+            num_worse += found.saved_bytes < best
+    assert num_worse
+
+
 def test_geeps_pins_no_more_than_the_best_and_refuses_where_others_do_not():
     draw = random.Random(3)
     num_refused = num_worse = 0
@@ -180,4 +195,7 @@ def test_least_traffic_is_that_of_brute_force():
         found = least_traffic(step, capacity)
         assert found.moved_bytes == found.bound_bytes == min(costs)
         verify(found.plan(step), step, capacity)
+        hurried = least_traffic(step, capacity, time_limit_s=1e-9)
+        assert hurried.bound_bytes <= min(costs) <= hurried.moved_bytes
+        verify(hurried.plan(step), step, capacity)
     assert num_infeasible > 8

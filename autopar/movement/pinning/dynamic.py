@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -32,13 +33,16 @@ _TRUST = 1e-6  # the solver's tolerance
 Ints = NDArray[np.int64]
 
 
-def pin_by_dynamic_program(problem: PinningProblem, *, tolerance: float = 0.0) -> Pinning:
+def pin_by_dynamic_program(
+    problem: PinningProblem, *, tolerance: float = 0.0, time_limit_s: float | None = None
+) -> Pinning:
     """The best pinned set; with a ``tolerance``, one whose saving is about that fraction below.
 
-    A tolerance also rounds byte counts, to a quantum of tolerance / 4 of the capacity. Raises
-    MovementError for an infeasible capacity.
+    A tolerance also rounds byte counts, to a quantum of tolerance / 4 of the capacity. After
+    ``time_limit_s`` the best set so far is returned. Raises MovementError for an infeasible
+    capacity.
     """
-    search = _Search(problem, tolerance)
+    search = _Search(problem, tolerance, math.inf if time_limit_s is None else time_limit_s)
     best = search.run()
     if best is None:  # rounding may have hidden the only one
         best, search.is_exact = smallest_fitting(problem), False
@@ -88,8 +92,9 @@ class _History:
 class _Search:
     """Branch and bound over intervals of the largest load."""
 
-    def __init__(self, problem: PinningProblem, tolerance: float) -> None:
+    def __init__(self, problem: PinningProblem, tolerance: float, time_limit_s: float) -> None:
         self.problem, self.tolerance = problem, tolerance
+        self.end_s = time.monotonic() + time_limit_s
         self.is_exact = tolerance == 0
         self.quantum = max(1, int(problem.capacity_bytes * tolerance / 4))
         self.sizes = np.array(problem.sizes, dtype=np.int64)
@@ -119,6 +124,9 @@ class _Search:
         while intervals:
             negated, low, high = heapq.heappop(intervals)
             if -negated <= self._enough(self.best_saved):
+                break
+            if self.best is not None and time.monotonic() > self.end_s:
+                self.is_exact = False
                 break
             middle = (low + high) // 2
             self._bound(low, middle, intervals)
