@@ -93,6 +93,7 @@ class Compiled(ModuleHabits, Closing):
         self.training = model.training
         self._captured = captured
         self._step_times = StepTimes()
+        self._last_batch: tuple[tuple[Any, ...], dict[str, Any], bool] = (), {}, False
         self._profile: Profile | None = None
         self._has_optimizer = options.optimizer is not None
         self._name = type(model).__name__
@@ -151,6 +152,8 @@ class Compiled(ModuleHabits, Closing):
         with self._checkpoints.step():
             loss = self._runner.train_step(tensors, local=local, slot=slot)
         self._step_times.note(loss, time.perf_counter() - started_s, is_planned=slot == 0)
+        if slot == 0:
+            self._last_batch = args, kwargs, local
         self._loop.end_update()
         return loss
 
@@ -328,7 +331,8 @@ class Compiled(ModuleHabits, Closing):
     def profile(
         self, *args: Any, num_steps: int = 10, local: bool = False, **kwargs: Any
     ) -> Profile:
-        """Measure training steps on a batch, beside the prediction; ``print`` the result.
+        """Measure training steps on a batch, beside the prediction; ``print`` the result. Without a
+        batch it is the last one that was trained on.
 
         The steps train as `train_step` does; the first one is not measured, and further ones, as
         many but at most `autopar.runtime.measured_steps.MOST_OP_STEPS`, time each op by itself.
@@ -338,6 +342,8 @@ class Compiled(ModuleHabits, Closing):
         """
         if not is_count(num_steps):
             raise InputError(f"num_steps is {num_steps!r}; it must be a whole number, at least 1")
+        if not (args or kwargs):
+            args, kwargs, local = self._last_batch
         if self._trainings.call(args, kwargs, local=local).slot:
             raise InputError(
                 f"the plan predicts steps of batches of {inputs_text(self.plan)}; profile() "

@@ -54,6 +54,8 @@ def test_only_steps_of_training_on_the_planned_batch_are_reported_and_logged(
     ) as compiled:
         compiled.train_step(x[:5], y[:5])
         assert compiled.step_time_s is None
+        with pytest.raises(InputError, match="inputs do not match the example inputs"):
+            compiled.profile(num_steps=1)  # no such batch was trained on
         assert "measured" not in compiled.report().rpartition("all details")[2]
         compiled.log_every(1)
         with caplog.at_level("INFO", logger="autopar.training"):
@@ -61,12 +63,13 @@ def test_only_steps_of_training_on_the_planned_batch_are_reported_and_logged(
             compiled.peak_tensor_bytes(x, y)
             assert not logged(caplog)
             compiled.train_step(x, y)
+        assert len(compiled.profile(num_steps=1).step_times_s) == 1
         (line,) = logged(caplog)
         assert line.startswith("step 1, loss ")
-        assert compiled.step_time_s in [*profile.step_times_s, compiled._step_times.seconds[-1]]
+        assert compiled.step_time_s in compiled._step_times.seconds
         compiled.save_report(tmp_path / "report.html")
         page = (tmp_path / "report.html").read_text()
-        assert "median of the last 3 steps" in page
+        assert "median of the last 4 steps" in page
         assert "<script" not in page
     with pytest.raises(InputError, match=r"width is 'full'; a profile has one report"):
         profile.report("full")  # type: ignore[arg-type]
