@@ -4,9 +4,9 @@ Run a part: ``PYTHONPATH=. python benchmarks/drawn_schedules.py --first 0 --last
 A case is a drawn model, cluster, number of micro-batches and perhaps memory limit
 (``tests/test_schedule_forms.py``). By hand, schedules are given to ``autopar.plan`` one by one,
 with the same sharding and memory: the ``--by-hand`` ones that were fastest in the search, so that
-most could win, and as many others at random. A plan must not be slower than any. Results are added
-to ``results/drawn_schedules.json``, which keeps the cases of earlier runs. Times are predicted,
-nothing is measured.
+most could win, and as many others at random, and move nothing to the host unless the plan does. A
+plan must not be slower than any. Results are added to ``results/drawn_schedules.json``, which keeps
+the cases of earlier runs. Times are predicted, nothing is measured.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ def row_of(seed: int, num_by_hand: int) -> Row:
     by_hand: dict[str, float | None] = {}
     for form in chosen(cluster.num_devices, num, best, rng, num_by_hand):
         try:
-            made = autopar.plan(model, cluster, schedule=form.build(), **options)
+            made = autopar.plan(
+                model, cluster, schedule=form.build(),
+                offload=None if best.offload is not None else False, **options,
+            )  # fmt: skip
             by_hand[form.text] = made.prediction.step_time_s
         except AutoparError:  # no such schedule, or it does not fit
             by_hand[form.text] = None
