@@ -106,7 +106,7 @@ class Search:
         order = sorted(self.combinations.all(), key=lambda each: (guess_s(each), str(each)))
         self.bound_s = min(map(self._bound_s, order), default=0.0)
         self.setting.progress.bounded(self.bound_s)
-        done = set() if self.has_plan else self._fewest_microbatches(order)
+        done = self._fewest_microbatches(order)
         for combination in order:
             if combination not in done:
                 self._consider(combination)
@@ -117,11 +117,13 @@ class Search:
     def _fewest_microbatches(self, order: Sequence[Combination]) -> set[Combination]:
         """Search the fewest micro-batches without a pipeline that are estimated to fit, and more
         while that is faster, on the meshes where the whole batch is fastest, in half the time at
-        most: an option to beat, as guesses know nothing of strategies. Returns what was searched.
+        most: an option to beat, as guesses know nothing of strategies. With a plan, only on the
+        first of them, and while that is faster than the plan. Returns what was searched.
         """
         done, deadline = set[Combination](), deadline_in(self.deadline.limit_s / 2)
         ranked_meshes = [each.mesh for each in sorted(self.whole, key=rank) if each.is_found]
-        meshes = list(dict.fromkeys(ranked_meshes))[:MAX_FEWEST_MESHES]
+        num_meshes = 1 if self.has_plan else MAX_FEWEST_MESHES
+        meshes = list(dict.fromkeys(ranked_meshes))[:num_meshes]
         alone = [each for each in order if each.num_devices == 1 and each.mesh in meshes]
         for num in sorted({each.num_microbatches for each in alone} - {1}):
             known_s = self.best_s
