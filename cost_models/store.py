@@ -119,6 +119,14 @@ class RegionTime:
         return are_plausible and self.eager_s > 0 and self.compiled_s > 0
 
 
+def owner_of(device: DeviceSpec) -> str:
+    """The key of a device's times in a store: its name and settings, and the version of torch."""
+    # Concurrent processes share the host's memory, which changes their times.
+    beside = "" if device.num_processes == 1 else f", one of {device.num_processes}"
+    name = device.name + beside + _products(device)
+    return json.dumps([name, torch.__version__, device.num_threads])
+
+
 class _NotOurs(Exception):
     """The file is not a profile store, and is not touched."""
 
@@ -132,10 +140,7 @@ class ProfileStore:
 
     def __init__(self, path: str | Path | None, device: DeviceSpec) -> None:
         self.path = None if path is None else Path(path)
-        # Concurrent processes share the host's memory, which changes their times.
-        beside = "" if device.num_processes == 1 else f", one of {device.num_processes}"
-        name = device.name + beside + _products(device)
-        self._owner = json.dumps([name, torch.__version__, device.num_threads])
+        self._owner = owner_of(device)
         self._said: set[str] = set()
         self._memory = _connect(":memory:")
         self._memory.execute(_SCHEMA)

@@ -210,6 +210,11 @@ class Graph:
     def buffers(self) -> tuple[Value, ...]:
         return self.of_kind(ValueKind.BUFFER)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of all buffers, which every device holds whole."""
+        return sum(buffer.stored_bytes for buffer in self.buffers)
+
     def block_ops(self, block: Block) -> tuple[Op, ...]:
         return self.ops[block.start : block.stop]
 
@@ -224,8 +229,7 @@ class Graph:
     @property
     def unused(self) -> tuple[Value, ...]:
         """The parameters that nothing reads, so that they get no gradient."""
-        read = {*self.outputs, self.loss, *(new for _, new in self.mutations)}
-        read |= {value for op in self.ops for value in op.inputs}
+        read = {*self.outputs, self.loss, *(new for _, new in self.mutations), *self.consumers()}
         return tuple(each for each in self.parameters if each.index not in read)
 
     def producers(self) -> dict[int, tuple[int, int]]:

@@ -187,7 +187,7 @@ class Setting:
         """
         graph = self.prepared.captured.graph
         total = sum(stored_bytes(value, value.shape, self.optimizer) for value in graph.values)
-        buffers, available = sum(b.stored_bytes for b in graph.buffers), self.limit.tensor_bytes
+        buffers, available = graph.buffer_bytes, self.limit.tensor_bytes
         if buffers > available:
             raise ConstraintError(
                 f"no strategy fits {available:,} bytes a device: buffers take {buffers:,} bytes, "

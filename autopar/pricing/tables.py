@@ -102,7 +102,7 @@ class Pricing:
     """The price tables of a graph on a mesh of a cluster.
 
     ``held`` fixes the placements of some stored values. ``optimizer`` is AdamW by default. A step
-    is computed in ``num_passes``. ``buffer_bytes`` are of all buffers, which devices hold whole.
+    is computed in ``num_passes``. ``buffer_bytes`` are those of the graph.
     ``routes`` may be a caching `redistribute` shared by several instances.
     """
 
@@ -132,7 +132,7 @@ class Pricing:
         self.held = held or {}
         self.optimizer = optimizer or adamw(cluster.device)
         self.num_passes = num_passes
-        self.buffer_bytes = sum(buffer.stored_bytes for buffer in analysis.graph.buffers)
+        self.buffer_bytes = analysis.graph.buffer_bytes
         self.moves = Moves(
             analysis.graph, mesh, cluster, communication, microbatches, routes=routes
         )

@@ -8,9 +8,10 @@ store of measured prices.
 from __future__ import annotations
 
 import re
+import statistics
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.base.units import format_seconds
 from autopar.cost_models import Calibration, DeviceSpec, calibrate
@@ -160,6 +161,14 @@ def calibration_of(device: DeviceSpec, ops: Sequence[OpProfile]) -> Calibration:
     return calibrate(device, [op.measured_call for op in ops if op.measured_call is not None])
 
 
+def _spread(times_s: Sequence[float]) -> float:
+    """The interquartile range over the median; 0 of a single time."""
+    if len(times_s) < 2:
+        return 0.0
+    low, median_s, high = statistics.quantiles(times_s, n=4, method="inclusive")
+    return (high - low) / median_s
+
+
 def keep_prices(device: DeviceSpec, ops: Sequence[OpProfile]) -> int:
     """Store the times of measured ops, of equal calls the one of median time; their number."""
     found: dict[str, list[tuple[OpCall, OpTime]]] = {}
@@ -168,5 +177,6 @@ def keep_prices(device: DeviceSpec, ops: Sequence[OpProfile]) -> int:
     with ProfileStore(default_store_path(), device) as store:
         for each in found.values():
             each.sort(key=lambda pair: pair[1].total_s)
-            store.put(*each[(len(each) - 1) // 2])
+            call, times = each[(len(each) - 1) // 2]
+            store.put(call, replace(times, spread=_spread([other.total_s for _, other in each])))
     return len(found)

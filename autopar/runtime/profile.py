@@ -21,7 +21,8 @@ from autopar.base.errors import InputError
 from autopar.base.units import format_seconds
 from autopar.cost_models import Calibration, Cluster
 from autopar.cost_models.estimate import Source
-from autopar.cost_models.hardware import DeviceSpec, is_count
+from autopar.cost_models.hardware import is_count
+from autopar.cost_models.store import owner_of
 from autopar.plans.bars import Bars, Series, Unit
 from autopar.plans.document import Plan
 from autopar.plans.layout import WIDTH, Section, text_lines
@@ -364,15 +365,16 @@ class Profile:
         """Keep the times of ops in this machine's store of measured prices, from which later plans
         price equal calls; the number of calls.
 
-        Of equal calls the one of (lower) median time is kept. Raises InputError if the plan is for
+        Of equal calls the one of (lower) median time is kept, with the spread over all of them;
+        that of a single one is not known, and is kept as 0. Raises InputError if the plan is for
         another device than this machine's.
         """
         device = self.plan.cluster.device
         here = Cluster.detect(self.plan.cluster.num_devices).device
-        if _identity(here) != _identity(device):
+        if (own := owner_of(here)) != (planned := owner_of(device)):
             raise InputError(
-                f"the plan is for {_identity(device)}, and these times are of {_identity(here)}; "
-                "make the plan with autopar.compile(...) on this machine"
+                f"the plan is for {planned}, and these times are of {own}; make the plan with "
+                "autopar.compile(...) on this machine"
             )
         return keep_prices(device, self.ops)
 
@@ -419,12 +421,6 @@ class Profile:
     def save_trace(self, path: str | Path) -> None:
         """Write the trace as JSON, to be opened in ui.perfetto.dev or chrome://tracing."""
         Path(path).write_text(trace_text(self.trace_events()), encoding="utf-8")
-
-
-def _identity(device: DeviceSpec) -> str:
-    """What the store of measured prices tells devices apart by."""
-    threads = f", {device.num_threads} threads of {device.num_processes} processes"
-    return device.name + threads * (device.kind == "cpu")
 
 
 def _beside(measured_s: float, predicted_s: float | None) -> tuple[str, str, str]:
