@@ -325,7 +325,7 @@ class SpmdRunner:
         wait_s = self._write_limit_s if wait else 0.0
         if not alone:
             with self.watched("a periodic checkpoint"):
-                return _from_all_ranks(self._save.outcome(wait_s))
+                return self.runtime.communicator.from_all_ranks(self._save.outcome(wait_s))
         deadline_s = time.monotonic() + wait_s
         own: str | None = self._save.outcome(0.0)
         while own is None and time.monotonic() < deadline_s:
@@ -340,33 +340,27 @@ class SpmdRunner:
 
     def memory_growth_bytes(self) -> list[int]:
         with self.watched("memory_growth_bytes()"):
-            return _from_all_ranks(self.peak_memory.growth_bytes())
+            return self.runtime.communicator.from_all_ranks(self.peak_memory.growth_bytes())
 
     def start_counting_tensors(self) -> None:
         self.peak_tensors.start()
 
     def counted_tensor_bytes(self) -> list[int]:
         with self.watched("peak_tensor_bytes()"):
-            return _from_all_ranks(self.peak_tensors.stop())
+            return self.runtime.communicator.from_all_ranks(self.peak_tensors.stop())
 
     def set_timing(self, timing: Timing) -> None:
         self.runtime.clock.set(timing)
 
     def step_times(self) -> list[RankTimes]:
         with self.watched("action_times()"):
-            return _from_all_ranks(self.runtime.step_times())
+            return self.runtime.communicator.from_all_ranks(self.runtime.step_times())
 
     def close(self) -> None:
         """Leave the job, and with the last runner the process group, if autopar joined it."""
         if not self._closed:
             membership.leave(self.watch, destroy_group=True)
         self._closed = True
-
-
-def _from_all_ranks(own: T) -> list[T]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return found
 
 
 def own_parts(
