@@ -12,7 +12,7 @@ whether it is available in the backward pass (a), and whether it is recomputed (
 
 Without the limit the constraints are those of a minimum cut, so the relaxation is nearly integral.
 `frontier` lists such choices from the most bytes to the least. Over the blocks `choose` picks one
-option of each, by dynamic programming over the bytes held so far.
+option of each within the memory of every moment of a step.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ _SCALE = 1e4
 _TOLERANCE = 1e-6
 """Relative excess over a limit that the solver may take for none."""
 MAX_STATES = 2048
+GAP = 1e-3
+"""Relative gap of the integer program over blocks that do not run in order."""
+PROGRAM_LIMIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,47 +175,124 @@ def kept_of(values: Sequence[Value], kept: frozenset[int]) -> Kept:
 # --- over the blocks ----------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One choice of a block: bytes that it keeps until its backward pass, bytes of its own at the
-    moments when its graphs run (kept ones included), and seconds."""
+    """One choice of a block: for each micro-batch the bytes that it keeps between its forward and
+    its backward graph, and those that are ``late``, kept from there until its gradients of weights;
+    the bytes of each of its graphs while it runs, by phase; and seconds."""
 
     kept_bytes: float
-    own_bytes: tuple[float, ...]
+    late_bytes: float = 0.0
+    own_bytes: tuple[float, ...] = ()
     time_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moments:
+    """Moments of a step, one a row; blocks are columns.
+
+    ``kept`` and ``late``: the number of micro-batches for which a block holds such bytes.
+    ``running``: the block that runs, or -1, and the ``phase`` of it. ``others_bytes``: all that
+    does not depend on the options.
+    """
+
+    kept: Indices
+    late: Indices
+    running: Indices
+    phase: Indices
+    others_bytes: Array
+
+    def bytes_of(self, options: Sequence[Option]) -> Array:
+        """The bytes of each moment with one option of each block, without those of others."""
+        own = _by_phase(options, self)
+        rows, runs = np.arange(len(self.running)), self.running >= 0
+        total = self.kept @ np.array([o.kept_bytes for o in options])
+        total = total + self.late @ np.array([o.late_bytes for o in options])
+        return np.asarray(total + np.where(runs, own[rows, self.running], 0.0))
+
+    def distinct(self) -> Moments:
+        """The fullest of the moments that differ in nothing but ``others_bytes``."""
+        alike = np.column_stack([self.kept, self.late, self.running, self.phase])
+        rows, which = np.unique(alike, axis=0, return_inverse=True)
+        others = np.full(len(rows), -math.inf)
+        np.maximum.at(others, which.reshape(-1), self.others_bytes)
+        num = self.kept.shape[1]
+        return Moments(
+            kept=rows[:, :num], late=rows[:, num : 2 * num], running=rows[:, -2],
+            phase=rows[:, -1], others_bytes=others,
+        )  # fmt: skip
+
+
+def _by_phase(options: Sequence[Option], moments: Moments) -> Array:
+    """The bytes of the graphs of each block in the phase of each moment."""
+    own = np.array([o.own_bytes for o in options], dtype=float).reshape(len(options), -1)
+    if not own.shape[1]:
+        return np.zeros((len(moments.phase), len(options)))
+    return np.asarray(own[:, moments.phase].T)
+
+
 def choose(
-    blocks: Sequence[Sequence[Option]],
-    others_bytes: Sequence[tuple[float, ...]],
-    limit_bytes: float,
+    blocks: Sequence[Sequence[Option]], moments: Moments, limit_bytes: float
 ) -> tuple[int, ...] | None:
     """The option of each block with the least total time within the memory; None if none fits.
 
-    At each moment of a block, what the blocks before it keep, its own bytes and ``others_bytes`` of
-    that moment are at most ``limit_bytes``. Exact with up to `MAX_STATES` totals of bytes; beyond
-    these, totals are rounded up to about a thousandth of the limit.
+    If the blocks run in order, each keeping its values until its backward graph, by dynamic
+    programming: exact with up to `MAX_STATES` totals of bytes; beyond these, totals are rounded up
+    to about a thousandth of the limit. In other orders by an integer program, within `GAP` of the
+    least time.
     """
+    moments = moments.distinct()
+    if not blocks:
+        return () if (moments.others_bytes <= limit_bytes).all() else None
+    ends = _ends_in_order(moments)
+    if ends is None:
+        return _by_program(blocks, moments, limit_bytes)
+    return _in_order(blocks, moments, ends, limit_bytes)
+
+
+def _ends_in_order(moments: Moments) -> Indices | None:
+    """By moment the last block whose option matters; None unless, in each, the blocks before that
+    one, and no later ones, hold what they keep for one micro-batch."""
+    num = moments.kept.shape[1]
+    running = moments.running
+    held = moments.kept.sum(axis=1)
+    ends = np.maximum(held - 1, running)
+    columns = np.arange(num)
+    is_first = moments.kept == (columns < held[:, None])
+    is_late = (moments.late > 0) <= (columns == running[:, None])
+    is_next = (running < 0) | (running >= held - 1) & (running <= held)
+    return ends if is_first.all() and is_late.all() and is_next.all() else None
+
+
+def _in_order(
+    blocks: Sequence[Sequence[Option]], moments: Moments, ends: Indices, limit_bytes: float
+) -> tuple[int, ...] | None:
+    """Dynamic programming over the bytes that the blocks before each one keep."""
+    if (moments.others_bytes[ends < 0] > limit_bytes).any():
+        return None
     held, times = np.zeros(1), np.zeros(1)
     steps: list[tuple[Indices, Indices]] = []  # the previous state of each, and the option picked
-    for options, others in zip(blocks, others_bytes, strict=True):
-        most = [
-            max(
-                (own + other for own, other in zip(option.own_bytes, others, strict=True)),
-                default=0,
-            )
-            for option in options
-        ]
-        rows, picks = np.nonzero(held[:, None] + np.array(most) <= limit_bytes)
-        if not len(rows):
+    for block, options in enumerate(blocks):
+        kept = np.array([option.kept_bytes for option in options])
+        late = np.array([option.late_bytes for option in options])
+        rows = np.flatnonzero(ends == block)
+        most = np.full(len(options), -math.inf)
+        if len(rows):
+            own = _by_phase(options, moments)[rows]
+            own = np.where(moments.running[rows, None] == block, own, 0.0)
+            own = own + np.outer(moments.kept[rows, block], kept)
+            own = own + np.outer(moments.late[rows, block], late)
+            most = (own + moments.others_bytes[rows, None]).max(axis=0)
+        before, picks = np.nonzero(held[:, None] + most <= limit_bytes)
+        if not len(before):
             return None
-        held = held[rows] + np.array([option.kept_bytes for option in options])[picks]
-        times = times[rows] + np.array([option.time_s for option in options])[picks]
+        held = held[before] + kept[picks]
+        times = times[before] + np.array([option.time_s for option in options])[picks]
         best, held = _undominated(held, times, limit_bytes)
         times = times[best]
-        steps.append((rows[best], picks[best]))
+        steps.append((before[best], picks[best]))
     state, chosen = int(times.argmin()), list[int]()
-    for rows, picks in reversed(steps):
+    for before, picks in reversed(steps):
         chosen.append(int(picks[state]))
-        state = int(rows[state])
+        state = int(before[state])
     return tuple(reversed(chosen))
 
 
@@ -227,3 +307,67 @@ def _undominated(held: Array, times: Array, limit_bytes: float) -> tuple[Indices
     at = np.minimum(np.searchsorted(edges, held[best]), len(edges) - 1)
     again, rounded = _undominated(edges[at], times[best], math.inf)
     return best[again], rounded
+
+
+def _by_program(
+    blocks: Sequence[Sequence[Option]], moments: Moments, limit_bytes: float
+) -> tuple[int, ...] | None:
+    """An integer program over the options, with constraints only of moments that were too full."""
+    picked = tuple(min(range(len(b)), key=lambda i: b[i].time_s) for b in blocks)
+    tight = np.zeros(len(moments.running), dtype=bool)
+    while True:
+        held = moments.bytes_of([b[i] for b, i in zip(blocks, picked)])
+        excess = held + moments.others_bytes - limit_bytes
+        excess[tight] = 0.0  # up to the tolerance of the solver
+        if excess.max(initial=0.0) <= 0:
+            return picked
+        for block in np.unique(moments.running):
+            mine = np.where(moments.running == block, excess, 0.0)
+            tight[int(mine.argmax())] |= mine.max() > 0
+        found = _picked(blocks, moments, np.flatnonzero(tight), limit_bytes)
+        if found is None:
+            return None
+        picked = found
+
+
+def _picked(
+    blocks: Sequence[Sequence[Option]], moments: Moments, tight: Indices, limit_bytes: float
+) -> tuple[int, ...] | None:
+    """The options of least time with which some moments are not too full."""
+    of_block = np.repeat(np.arange(len(blocks)), [len(options) for options in blocks])
+    flat = [option for options in blocks for option in options]
+    kept = np.array([option.kept_bytes for option in flat], dtype=float)
+    late = np.array([option.late_bytes for option in flat], dtype=float)
+    used = moments.kept[np.ix_(tight, of_block)] * kept
+    used = used + moments.late[np.ix_(tight, of_block)] * late
+    own = np.array([option.own_bytes for option in flat], dtype=float).reshape(len(flat), -1)
+    for row, moment in enumerate(tight):
+        if moments.running[moment] >= 0 and own.shape[1]:
+            mine = of_block == moments.running[moment]
+            used[row, mine] += own[mine, moments.phase[moment]]
+    room = limit_bytes - moments.others_bytes[tight]
+    if (room < 0).any():
+        return None
+    unit = max(limit_bytes, 1.0)
+    times = np.array([option.time_s for option in flat])
+    scale = max(sum(max(o.time_s for o in options) for options in blocks), 1e-30)
+    rows, columns = np.nonzero(used)
+    num, num_blocks = len(flat), len(blocks)
+    result = solve_linear(
+        LinearProgram(
+            costs=_SCALE * times / scale, lower=np.zeros(num), upper=np.ones(num),
+            integer=np.ones(num, dtype=bool),
+            rows=np.concatenate([of_block, num_blocks + rows]),
+            columns=np.concatenate([np.arange(num), columns]),
+            coefficients=np.concatenate([np.ones(num), used[rows, columns] / unit]),
+            row_lower=np.concatenate([np.ones(num_blocks), np.full(len(tight), -math.inf)]),
+            row_upper=np.concatenate([np.ones(num_blocks), (1 - _TOLERANCE) * room / unit]),
+            num_wanted=num,
+        ),
+        time_limit_s=PROGRAM_LIMIT_S, relative_gap=GAP,
+    )  # fmt: skip
+    if result.values is None:
+        return None
+    starts = np.flatnonzero(np.r_[True, of_block[1:] != of_block[:-1]])
+    stops = np.r_[starts[1:], num]
+    return tuple(int(result.values[a:b].argmax()) for a, b in zip(starts, stops))

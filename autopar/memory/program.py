@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from autopar.comm.coalesced import travels_alone
 from autopar.comm.transports.registry import traits_of
@@ -29,7 +29,7 @@ from autopar.memory.side_stream import SideStream
 from autopar.memory.steady_state import shortened
 from autopar.memory.tally import Moment, Tally
 from autopar.memory.value_gradients import Buffer, Key, ValueGradients
-from autopar.schedules.action import Kind
+from autopar.schedules.action import Action, Kind
 
 PARAMETER = -1
 """Stands for the micro-batch in a parameter's `Key`."""
@@ -41,16 +41,17 @@ class ProgramMemory:
 
     ``device_bytes`` is what the step takes of the device's memory: with what the allocator loses
     or holds back, and on CPUs libraries. ``gradient_bytes``: the most that gradients take at once.
-    ``at`` has the most bytes at each place, such as ``I`` with the name of a block, and ``moments``
-    all places in order, without ``num_left_out`` micro-batches that repeat those before them.
+    ``moments`` are the places of a step, such as ``I`` with the name of a block, in order of the
+    ``actions``, numbered from 1, without ``num_left_out`` micro-batches that repeat those before
+    them.
     """
 
     by_category: dict[str, int]
     peak_at: str
     device_bytes: int
     gradient_bytes: int
-    at: Mapping[str, int] = field(default_factory=dict)
     moments: tuple[Moment, ...] = ()
+    actions: tuple[Action, ...] = ()
     num_left_out: int = 0
 
     @property
@@ -202,8 +203,8 @@ class _Play:
             peak_at=self.tally.peak_at,
             device_bytes=device_bytes(by_category, self.device),
             gradient_bytes=self.tally.gradient_bytes,
-            at=self.tally.at,
             moments=tuple(self.tally.moments),
+            actions=self.route.actions,
         )
 
     # --- updates ---------------------------------------------------------------------------

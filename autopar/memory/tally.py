@@ -23,7 +23,7 @@ class Moment(NamedTuple):
 
 
 class Tally:
-    """Live bytes by category; `check` compares them with the peak, also that ``at`` each place.
+    """Live bytes by category; `check` compares them with the peak.
 
     ``moments`` are the step in order.
     """
@@ -32,7 +32,6 @@ class Tally:
         self.live: Counter[Category] = Counter()
         self.peak: dict[Category, int] = {}
         self.peak_at = "start"
-        self.at: dict[str, int] = {}
         self.moments: list[Moment] = []
         self.peak_bytes = 0
         """Bytes of the peak, without what `add_to_peak` adds."""
@@ -55,8 +54,6 @@ class Tally:
         of_main = total - self.live[Category.GRADIENTS]
         if of_main > self.peak_of_main_bytes:
             self.peak_of_main_bytes = of_main
-        if total > self.at.get(where, -1):
-            self.at[where] = total
         found = self._noted(where, total, working_bytes)
         if total > self.peak_bytes and found is not None:
             self.peak, self.peak_at, self.peak_bytes = found, where, total

@@ -42,6 +42,19 @@ def _may_fit_early(setting: Setting, at_end: ProgramMemory) -> bool:
     return not setting.space.is_open or setting.limit.fits(least)
 
 
+def counted(setting: Setting, program: RankProgram) -> tuple[ProgramMemory, ...]:
+    """The memory of a program on each pipeline device."""
+    return device_memories(program, setting.cluster.device, optimizer=setting.optimizer)
+
+
+def early_memories(
+    setting: Setting, program: RankProgram, update: Update
+) -> tuple[ProgramMemory, ...]:
+    """The memory of a program on each pipeline device with early updates."""
+    tile_bytes = default_tile_bytes(program)
+    return counted(setting, with_early_update(program, update, tile_bytes=tile_bytes))
+
+
 def updated_as(
     setting: Setting, program: RankProgram, *, in_steps: bool = True
 ) -> tuple[RankProgram, tuple[ProgramMemory, ...], UpdatePlan]:
@@ -50,8 +63,7 @@ def updated_as(
     Early ones use gradients by rows if ``in_steps``, else all that a block makes at once. Raises
     PlanError where the schedule excludes early updates.
     """
-    device, optimizer = setting.cluster.device, setting.optimizer
-    memories = device_memories(program, device, optimizer=optimizer)
+    memories = counted(setting, program)
     at_end = fullest(memories)
     update = setting.update
     if update is None:
@@ -60,7 +72,7 @@ def updated_as(
     tile_bytes = default_tile_bytes(program)
     if update.is_early:
         program = with_early_update(program, update, tile_bytes=tile_bytes, in_steps=in_steps)
-        memories = device_memories(program, device, optimizer=optimizer)
+        memories = counted(setting, program)
     return (
         program,
         memories,

@@ -36,22 +36,28 @@ slopes."""
 
 
 def search_exposures(
-    setting: Setting, priced: PricedGraph, best_s: float = math.inf
+    setting: Setting,
+    priced: PricedGraph,
+    best_s: float = math.inf,
+    known_s: float = math.inf,
 ) -> Iterator[Candidate]:
     """The best strategies on one mesh without a pipeline or a memory limit; see the module's
     docstring. Where no step can be below ``best_s``, or the first searches did not end, the fastest
-    is not searched any further. Raises ConstraintError if there is none."""
+    is not searched any further; where none can be below ``known_s``, only the first search is made,
+    which shows it. Raises ConstraintError if there is none."""
     if priced.pricing.mesh.num_devices == 1:
         yield search_exposed(setting, priced, EXACT)
         return
     least = 1 - 1 / setting.cluster.overlap_slowdown
     in_pipeline = setting.space.pipeline is not None
     num_blocks = len(priced.pricing.graph.blocks)
-    exposures = ALL_EXPOSED, least_exposed(num_blocks, least, in_pipeline=in_pipeline)
+    exposures = least_exposed(num_blocks, least, in_pipeline=in_pipeline), ALL_EXPOSED
     found: list[Candidate] = []
     for exposed in exposures:
         found.append(search_exposed(setting, priced, exposed))
         yield found[-1]
+        if bound_on_mesh(found) >= known_s:
+            return
     if bound_on_mesh(found) >= best_s or not _has_ended(found):
         return
     best = cheapest(found)

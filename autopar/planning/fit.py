@@ -100,6 +100,8 @@ class Fit:
         self.numbers = itertools.count()
         self.heap: list[tuple[bool, tuple[object, ...], int, Option]] = []
         self.exact: set[str] = set()
+        self.decided_s = math.inf
+        """The least time of an option whose recomputation was counted to fit."""
         self.lowering = OptionLowering(search)
         self.known = KnownStrategies(search, self.lowering)
         self.least_moved_bytes: int | None = None
@@ -284,9 +286,11 @@ class Fit:
 
     def _counted(self, option: Option) -> Fitted | None:
         if option.recomputes and not option.is_decided:
-            option = self.lowering.decided(option)
+            option, fits = self.lowering.decided(option, min(self.cutoff_s, self.decided_s))
+            if fits:
+                self.decided_s = min(self.decided_s, option.time_s)
             self._note_time(option)
-            if not self.deadline.is_over:
+            if not self.deadline.is_over or option.time_s >= self.cutoff_s:
                 self._push(option)
                 return None
         is_compared = option.trial == 0 and self._fits(option)

@@ -6,6 +6,7 @@ takes counted by liveness, and the option with what its blocks recompute.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from autopar.ir.recomputation import NOTHING, Recomputation
@@ -13,7 +14,7 @@ from autopar.lowering.program import Traces
 from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram
 from autopar.memory.program import ProgramMemory, fullest, program_memory
-from autopar.planning.early import updated_as
+from autopar.planning.early import early_memories, updated_as
 from autopar.planning.option import Option
 from autopar.planning.recomputation import Recomputer
 from autopar.planning.recompute_request import Recompute, Request
@@ -86,10 +87,11 @@ class OptionLowering:
             self._traces = key, Traces()
         return self._traces[1]
 
-    def decided(self, option: Option) -> Option:
-        """The option with what its blocks recompute, and its time.
+    def decided(self, option: Option, cutoff_s: float = math.inf) -> tuple[Option, bool]:
+        """The option with what its blocks recompute, and its time; whether it is counted to fit.
 
-        They recompute as much as they can if nothing that fits is found.
+        They recompute as much as they can if nothing that fits is found, and no more than shows
+        that the step takes ``cutoff_s`` or longer.
         """
         setting, request = self.setting, self.search.space.recompute
         plain = replace(option, best=option.best.recomputing(NOTHING))
@@ -99,17 +101,30 @@ class OptionLowering:
             plain.best, program, self.traces_of(plain.best), setting.cluster.device
         )
         if request.is_fixed:
-            return self._with(plain, recomputer.fixed(request))
+            return self._with(plain, recomputer.fixed(request)), False
+        asked = setting
 
-        def counted(recomputation: Recomputation) -> tuple[ProgramMemory, ...]:
+        def counted(recomputation: Recomputation) -> tuple[ProgramMemory, ...] | None:
+            """Counted with early updates once these were necessary."""
+            nonlocal asked
             if not recomputation:
                 return memories
-            return self.lower(self._with(plain, recomputation))[1]
+            tried = self._with(plain, recomputation)
+            if tried.time_s >= cutoff_s:
+                return None
+            if asked.update is not None and asked.update.is_early:
+                return early_memories(asked, self.program(tried, may_join=False), asked.update)
+            _, found, update = self.updated(tried, asked)
+            if update.update.is_early:
+                asked = replace(asked, update=update.update)
+            return found
 
         found = recomputer.within_memory(setting.limit, counted)
+        fits = found is not None
         if found is None:
             found = recomputer.fixed(Recompute(request=Request.FULL))
-        return replace(self._with(plain, found), trial=max(1, option.trial))
+        decided = replace(self._with(plain, found), trial=max(1, option.trial))
+        return decided, fits and decided.time_s < cutoff_s
 
     def _with(self, option: Option, recomputation: Recomputation) -> Option:
         best = option.best.recomputing(recomputation)

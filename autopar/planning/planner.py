@@ -259,9 +259,9 @@ def _without_pipeline(
     else:
         return []
     setting.progress(f"search without a pipeline, {num} micro-batches")
-    point = replace(space, is_open=False, num_microbatches=num)
+    point = replace(setting, space=replace(space, is_open=False, num_microbatches=num))
     try:
-        alone = Search(replace(setting, space=point), time_s).run()
+        alone = Search(point.with_what_is_left() if found else point, time_s).run()
         deadline = setting.end if found else None
         fitted = Fit(alone, moves=bool(space.offload), cutoff_s=time_s, deadline=deadline).best()
     except AutoparError:

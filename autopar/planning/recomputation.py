@@ -12,12 +12,12 @@ counted in the first one that reads it in its backward pass.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from torch import Tensor, fx
 
 from autopar.base.errors import InputError
@@ -33,6 +33,7 @@ from autopar.lowering.joint import Joint
 from autopar.lowering.op_marks import op_place
 from autopar.lowering.program import Traces
 from autopar.lowering.types import BlockProgram, RankProgram
+from autopar.memory.kept import PHASES, StagedBlock, held_at
 from autopar.memory.kernel import KernelMemory, kernel_memory
 from autopar.memory.program import ProgramMemory
 from autopar.planning.recompute_request import Recompute, Request
@@ -41,15 +42,18 @@ from autopar.pricing.candidate import Candidate
 from autopar.pricing.moves import Moves
 from autopar.pricing.tables import OpTable
 from autopar.schedules.action import Kind
-from autopar.search.recompute import Kept, Option, Value, choose, frontier, kept_of
+from autopar.search.recompute import Kept, Moments, Option, Value, choose, frontier, kept_of
 
 MAX_POINTS = 16
 """How many choices of a block are compared."""
 MAX_TRIALS = 6
 """How often the picks are corrected by the count of their program."""
+CAUTION = 1 - 2e-3
+"""The share of the memory that is given up at each correction."""
 
-Counted = Callable[[Recomputation], tuple[ProgramMemory, ...]]
-"""The memory of the strategy's program with a recomputation, on each pipeline device."""
+Counted = Callable[[Recomputation], tuple[ProgramMemory, ...] | None]
+"""The memory of the strategy's program with a recomputation, on each pipeline device; None if the
+program is too slow to be of use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,20 +66,15 @@ class Point:
     memory: KernelMemory
 
     @property
-    def own_bytes(self) -> tuple[float, ...]:
-        """Its bytes at the moments of `_moments`."""
-        size, memory = self.choice.size_bytes, self.memory
-        return (
-            memory.workspace["F"],
-            size + memory.workspace.get("I", 0),
-            memory.late + memory.workspace.get("W", 0),
-            0.0,
+    def option(self) -> Option:
+        """Its numbers for the choice over all blocks."""
+        memory = self.memory
+        return Option(
+            kept_bytes=self.choice.size_bytes,
+            late_bytes=memory.late,
+            own_bytes=tuple(memory.workspace.get(phase, 0) for phase in PHASES),
+            time_s=self.choice.time_s,
         )
-
-
-def _moments(name: str) -> tuple[str, ...]:
-    """The moments of a block at which memory is counted."""
-    return (f"F {name}", f"I {name}", f"W {name}", f"G {name}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,135 +243,76 @@ class Recomputer:
 
     def _within(self, limit_bytes: float) -> list[Point] | None:
         """The fastest points that keep at most ``limit_bytes`` on each pipeline device."""
-        return self._per_device([(limit_bytes, None)] * self.program.pipeline.num_devices)
+        flights, picks = in_flight(self.program), [0] * len(self.blocks)
+        for device in range(self.program.pipeline.num_devices):
+            mine = self.on(device)
+            once = np.array([[flights[self.blocks[i].stage] for i in mine]])
+            none = np.zeros(1, dtype=int)
+            moments = Moments(
+                kept=once, late=0 * once, running=none - 1, phase=none, others_bytes=np.zeros(1)
+            )
+            if not self._pick(mine, moments, limit_bytes, picks):
+                return None
+        return [block.points[pick] for block, pick in zip(self.blocks, picks)]
 
     def within_memory(self, limit: MemoryLimit, counted: Counted) -> Recomputation | None:
         """The fastest recomputation that fits the memory; None if none was found.
 
-        The picks are corrected by the count of their program until it fits.
+        The picks are corrected by the count of their program until it fits, or until ``counted``
+        finds them too slow, which more recomputation would not change.
         """
-        points = [block.points[0] for block in self.blocks]
-        targets = [math.inf] * self.program.pipeline.num_devices
+        picks = [0] * len(self.blocks)
+        factors = [1.0] * self.program.pipeline.num_devices
         for _ in range(MAX_TRIALS):
+            points = [block.points[pick] for block, pick in zip(self.blocks, picks)]
             recomputation = self.recomputation(points)
             memories = counted(recomputation)
-            if all(limit.fits(memory) for memory in memories):
+            if memories is None or all(limit.fits(memory) for memory in memories):
                 return recomputation
-            rooms = []
+            before = list(picks)
             for device, memory in enumerate(memories):
                 needed, available = limit.tightest(memory)
-                allowed = memory.peak_bytes * available / needed
-                if needed > available:
-                    targets[device] = min(targets[device] * (1 - 2e-3), allowed)
-                rooms.append((targets[device], (points, memory)))
-            found = self._per_device(rooms)
-            if found is None or found == points:
+                if needed <= available:
+                    continue
+                moments = self.others(device, memory, points)
+                allowed = factors[device] * memory.peak_bytes * available / needed
+                factors[device] *= CAUTION
+                if not self._pick(self.on(device), moments, allowed, picks):
+                    return None
+            if picks == before:
                 return None
-            points = found
         return None
 
-    def _per_device(
-        self, rooms: Sequence[tuple[float, tuple[list[Point], ProgramMemory] | None]]
-    ) -> list[Point] | None:
-        """The fastest points within the bytes of each pipeline device.
+    def on(self, device: int) -> list[int]:
+        """The blocks of a pipeline device."""
+        placement = self.program.pipeline.shape.placement
+        stages = {s for row in placement for s, each in enumerate(row) if each == device}
+        return [i for i, block in enumerate(self.blocks) if block.stage in stages]
 
-        With a counted program and its points, these are the bytes of all tensors, else those of
-        what is kept. A stage with replicas keeps the fewest bytes that one of its devices asks for.
+    def others(self, device: int, memory: ProgramMemory, points: Sequence[Point]) -> Moments:
+        """The moments of a device, with the counted bytes that do not depend on its points."""
+        mine = self.on(device)
+        staged = [StagedBlock(self.blocks[i].name, self.blocks[i].stage) for i in mine]
+        recomputed = self.program.pipeline.shape.recomputed
+        held = held_at(memory.actions, memory.moments, staged, recomputed)
+        of_points = held.bytes_of([points[i].option for i in mine])
+        return replace(held, others_bytes=held.others_bytes - of_points)
+
+    def _pick(
+        self, mine: Sequence[int], moments: Moments, limit_bytes: float, picks: list[int]
+    ) -> bool:
+        """Pick the fastest points of some blocks within a device's memory; whether there are any.
+
+        A stage with replicas keeps the fewest bytes that one of its devices asks for.
         """
-        shape = self.program.pipeline.shape
-        chosen = [0] * len(self.blocks)
-        for device, (limit, counted) in enumerate(rooms):
-            mine = [
-                i for i, b in enumerate(self.blocks)
-                if any(row[b.stage] == device for row in shape.placement)
-            ]  # fmt: skip
-            if not mine or limit == math.inf:
-                continue
-            play = self._in_order if shape.num_devices == 1 else self._at_once
-            picks = play(mine, limit, counted)
-            if picks is None:
-                return None
-            for i, pick in zip(mine, picks):
-                chosen[i] = max(chosen[i], pick)
-        return [block.points[pick] for block, pick in zip(self.blocks, chosen)]
-
-    def _in_order(
-        self, mine: Sequence[int], limit: float, counted: tuple[list[Point], ProgramMemory] | None
-    ) -> tuple[int, ...] | None:
-        """Without a pipeline: while a block runs, the blocks before it have kept their values."""
-        options: list[list[Option]] = []
-        others: list[tuple[float, ...]] = []
-        held = 0.0
-        for i in mine:
-            block = self.blocks[i]
-            if counted is None:
-                own: list[tuple[float, ...]] = [(p.choice.size_bytes,) for p in block.points]
-                others.append((0.0,))
-            else:
-                own = [point.own_bytes for point in block.points]
-                now, memory = counted[0][i], counted[1]
-                others.append(
-                    tuple(
-                        memory.at.get(moment, -math.inf) - held - mine_now
-                        for moment, mine_now in zip(_moments(block.name), now.own_bytes)
-                    )
-                )
-                held += now.choice.size_bytes
-            options.append(
-                [
-                    Option(kept_bytes=p.choice.size_bytes, own_bytes=o, time_s=p.choice.time_s)
-                    for p, o in zip(block.points, own)
-                ]
-            )
-        return choose(options, others, limit)
-
-    def _at_once(
-        self, mine: Sequence[int], limit: float, counted: tuple[list[Point], ProgramMemory] | None
-    ) -> tuple[int, ...] | None:
-        """In a pipeline: all blocks of a device keep the values of all micro-batches in flight."""
-        flights, others, working = in_flight(self.program), 0.0, 0.0
-        if counted is not None:
-            points, memory = counted
-            now = [(flights[self.blocks[i].stage], points[i]) for i in mine]
-            working = max(_working(point) for _, point in now)
-            others = memory.peak_bytes - working - sum(n * p.choice.size_bytes for n, p in now)
-        options = [
-            [
-                Option(
-                    kept_bytes=flights[self.blocks[i].stage] * point.choice.size_bytes,
-                    own_bytes=(),
-                    time_s=point.choice.time_s,
-                )
-                for point in self.blocks[i].points
-            ]
-            for i in mine
-        ]
-        tops = sorted({_working(p) for i in mine for p in self.blocks[i].points}, reverse=True)
-        best: tuple[float, tuple[int, ...]] | None = None
-        for top in tops if counted is not None else [0.0]:
-            allowed = [
-                [
-                    o
-                    for o, p in zip(row, self.blocks[i].points)
-                    if counted is None or _working(p) <= top
-                ]
-                for row, i in zip(options, mine)
-            ]
-            if not all(allowed):
-                break
-            end = Option(kept_bytes=0.0, own_bytes=(top,), time_s=0.0)
-            picks = choose([*allowed, [end]], [*((),) * len(allowed), (others,)], limit)
-            if picks is not None:
-                time_s = sum(row[pick].time_s for row, pick in zip(allowed, picks))
-                if best is None or time_s < best[0]:
-                    original = [row.index(a[p]) for row, a, p in zip(options, allowed, picks)]
-                    best = time_s, tuple(original)
-        return None if best is None else best[1]
-
-
-def _working(point: Point) -> float:
-    """The most bytes of a block's backward graphs besides what it keeps."""
-    return max(own - point.choice.size_bytes for own in point.own_bytes[1:3])
+        options = [[point.option for point in self.blocks[i].points] for i in mine]
+        found = choose(options, moments, limit_bytes)
+        if found is None:
+            return False
+        is_shared = len(self.program.pipeline.shape.placement) > 1
+        for i, pick in zip(mine, found):
+            picks[i] = max(picks[i], pick) if is_shared else pick
+        return True
 
 
 def in_flight(program: RankProgram) -> dict[int, int]:
@@ -393,20 +333,26 @@ def in_flight(program: RankProgram) -> dict[int, int]:
 def _charges(program: RankProgram) -> tuple[list[frozenset[int]], list[frozenset[int]]]:
     """By block: the operands that it pays for, and the outputs that later blocks keep anyway.
 
-    An activation is paid for by the first block that reads it in its backward pass.
+    An activation is paid for by the first block that reads it in its backward pass; if none does
+    before anything is recomputed, by the first one that could recompute from it.
     """
     made = {v for b in program.blocks if b.role.has_stage for v in b.interface.outputs}
     paid: set[int] = set()
-    charged: list[frozenset[int]] = []
+    charged: list[set[int]] = []
     for block in program.blocks:
         read = [v for v in _read_late(program, block) if v in made and v not in paid]
         paid.update(read)
-        charged.append(frozenset(block.interface.inputs.index(v) for v in read))
+        charged.append({block.interface.inputs.index(v) for v in read})
     free = [
         frozenset(i for i, v in enumerate(block.interface.outputs) if v in paid)
         for block in program.blocks
     ]
-    return charged, free
+    for block, operands in zip(program.blocks, charged):
+        for i, value in enumerate(block.interface.inputs):
+            if value in made and value not in paid:
+                paid.add(value)
+                operands.add(i)
+    return [frozenset(operands) for operands in charged], free
 
 
 def _read_late(program: RankProgram, block: BlockProgram) -> list[int]:

@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from autopar.base.errors import AutoparError
+from autopar.base.errors import AutoparError, ConstraintError
 from autopar.base.units import format_bytes, format_seconds
 from autopar.ir.mesh import Mesh
 from autopar.lowering.stages import cuts_within_blocks, staged_blocks
@@ -203,7 +203,10 @@ class Search:
         cut = self.setting.prepared.cut(num, combination.block_cuts)
         has_others = self.space.leaves_microbatches or self.has_plan
         deadline = self.deadline if has_others else NEVER
-        candidates = tuple(search_meshes(self.setting, cut, meshes, deadline))
+        known_s = self.best_s / self.setting.num_passes if self.has_plan else math.inf
+        candidates = tuple(search_meshes(self.setting, cut, meshes, deadline, known_s))
+        if not candidates:
+            raise ConstraintError(f"no step is below {format_seconds(self.best_s)}")
         self.unrestricted.setdefault((num_devices, num), []).extend(candidates)
         least_s = sharding_bound_s(candidates)
         if num_devices > 1 and self.setting.cluster.islands:

@@ -126,10 +126,13 @@ class Setting:
         """
         compute = self.compute if self.measure is None else self.measure(space)
         other = replace(self, space=space, compute=compute)
-        if not has_plan:
-            return other
+        return other.with_what_is_left() if has_plan else other
+
+    def with_what_is_left(self) -> Setting:
+        """The setting whose time limit is what is left of this one's, and at least
+        `LEAST_OPENED_SHARE` of it."""
         left_s = max(self.end.left_s, LEAST_OPENED_SHARE * self._limit_s)
-        return replace(other, time_limit_s=left_s, begun_s=time.process_time())
+        return replace(self, time_limit_s=left_s, begun_s=time.process_time())
 
     @property
     def _limit_s(self) -> float:

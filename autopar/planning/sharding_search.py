@@ -14,6 +14,7 @@ from autopar.passes.prepare import Cut
 from autopar.planning.constraints import narrow
 from autopar.planning.deadline import NEVER, Deadline
 from autopar.planning.exposed_search import (
+    bound_on_mesh,
     candidate_of,
     proofs,
     search_exposures,
@@ -33,12 +34,16 @@ BUDGET_GAP = 5e-3
 
 
 def search_meshes(
-    setting: Setting, cut: Cut, meshes: Sequence[Mesh], deadline: Deadline = NEVER
+    setting: Setting,
+    cut: Cut,
+    meshes: Sequence[Mesh],
+    deadline: Deadline = NEVER,
+    known_s: float = math.inf,
 ) -> list[Candidate]:
     """The best strategies on each mesh without a memory limit; raises ConstraintError if none.
 
-    After the ``deadline`` meshes are left out; of several axes, first those whose last one is least
-    like a node.
+    Meshes are left out on which no step, computed once, is below ``known_s``, and after the
+    ``deadline``, of several axes first those whose last one is least like a node.
     """
     found: list[Candidate] = []
     for mesh in sorted(meshes, key=lambda mesh: _unlike_a_node(setting.cluster, mesh)):
@@ -47,7 +52,9 @@ def search_meshes(
         setting.progress(f"search on mesh {mesh}")
         priced = price_graph(setting.pricing(cut, mesh))
         best_s = min(map(step_of_a_pass, found), default=math.inf)
-        for each in search_exposures(setting, priced, best_s):
+        for each in search_exposures(setting, priced, best_s, known_s):
+            if bound_on_mesh([each]) >= known_s:
+                break
             found.append(each)
             if _is_an_option(setting, each):
                 setting.progress.found(time_parts(each).step_s)
