@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -160,9 +161,10 @@ def plan(
     * ``compute``: the cost model of ops; by default an analytical roofline of ``cluster.device``.
       On unequal islands it prices the slowest devices, and rooflines all others.
     * ``time_limit_s``: seconds of processor time of a search over schedules, stages or
-      micro-batches: a third to find options, the rest to lower them until one fits. A whole batch
-      that fits only with less kept has a third of it before. By default 60, and in proportion more
-      on over 4,096 devices. What was not tried is in the report. The sharding of each option is
+      micro-batches, with the capture before it: a third of what that leaves, and it leaves at least
+      half, to find options, the rest to lower them until one fits. A whole batch that fits only
+      with less kept has a third of it before. By default 60, and in proportion more on over 4,096
+      devices. What was not tried is in the report. The sharding of each option is
       searched exactly, or to its own limit.
     * ``progress``: show what is being done; such a search shows the best step so far and, where
       all prices are analytical, its gap to a lower bound.
@@ -184,7 +186,7 @@ def plan(
             f"cluster must be an autopar.Cluster, got {cluster!r}; write "
             "autopar.Cluster.preset('a100-80', nodes=1, devices_per_node=8) or Cluster.detect(2)"
         )
-    space = options.space(cluster.num_devices)
+    space, begun_s = options.space(cluster.num_devices), time.process_time()
     with in_turn(), collector_paused(), show_progress(progress) as say:
         say("capture")
         captured = capture(model, example_inputs, loss_fn=loss_fn, precision=options.precision)
@@ -197,6 +199,7 @@ def plan(
             optimizer=optimizer_spec(optimizer, cluster.device),
             update=options.update,
             time_limit_s=time_limit_s,
+            begun_s=begun_s,
             progress=say,
         ).plan
 

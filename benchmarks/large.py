@@ -1,7 +1,7 @@
 """Large models planned jointly and offline, dense ones and mixtures of experts, on 8 to 2,048 GPUs.
 
 Run: ``python benchmarks/large.py [words of the cases' titles]``. Each case runs in a process of its
-own: the model's shapes on the meta device, ``schedule="auto"``, nothing fixed. Prints and writes
+own: the model's shapes on the meta device, nothing fixed. Prints and writes
 ``benchmarks/results/large.json``: wall and processor seconds by part, peak memory of the process
 (targets: 60 s, 4 GB, two cores), the plan with its predicted throughput, model FLOP utilization and
 memory, and the other combinations with their times or the reasons against them. Results that others
@@ -183,9 +183,10 @@ def plan_case(index: int) -> dict[str, Any]:
         marks.append((text, time.perf_counter(), time.process_time()))
 
     mark("capture")
+    begun_s = time.process_time()
     prepared = prepare(capture(model, batch, precision=precision))
-    space = PlanOptions(precision=precision, schedule="auto").space(cluster.num_devices)
-    plan = make_planned(prepared, cluster, space, progress=mark).plan
+    space = PlanOptions(precision=precision).space(cluster.num_devices)
+    plan = make_planned(prepared, cluster, space, begun_s=begun_s, progress=mark).plan
     mark("end")
     return {
         "case": case.title,

@@ -77,9 +77,15 @@ def test_memory_does_not_depend_on_how_often_a_round_repeats(
     shortened = memory.shortened
 
     def counted(program: RankProgram) -> Any:
-        """All but the moments, which are only those of the micro-batches that are played."""
+        """All but the moments, which are only those of the micro-batches that are played: of these
+        the most bytes at each place."""
         found = memory.device_memories(program, CLUSTER.device, optimizer=adamw(CLUSTER.device))
-        return [replace(each, moments=(), num_left_out=0) for each in found]
+        plain = [replace(each, moments=(), actions=(), num_left_out=0) for each in found]
+        most: list[dict[str, int]] = [{} for _ in found]
+        for each, at in zip(found, most):
+            for moment in each.moments:
+                at[moment.place] = max(at.get(moment.place, 0), moment.size_bytes)
+        return plain, most
 
     def noted(route: Any, program: RankProgram) -> Any:
         found = shortened(route, program)

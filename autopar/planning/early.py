@@ -1,11 +1,12 @@
 """When the parameters of a lowered program are updated: as asked for, or early if memory needs it.
 
-In: a program that updates after the backward pass. Out: the program as it will run, with its
-memory, and what the plan says about its updates.
+In: a program that updates after the backward pass, and its memory. Out: the update, the program as
+it will run, and what the plan says about its updates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.cost_models.allocator import Category, device_bytes
@@ -47,41 +48,36 @@ def counted(setting: Setting, program: RankProgram) -> tuple[ProgramMemory, ...]
     return device_memories(program, setting.cluster.device, optimizer=setting.optimizer)
 
 
-def early_memories(
-    setting: Setting, program: RankProgram, update: Update
-) -> tuple[ProgramMemory, ...]:
-    """The memory of a program on each pipeline device with early updates."""
-    tile_bytes = default_tile_bytes(program)
-    return counted(setting, with_early_update(program, update, tile_bytes=tile_bytes))
+def chosen_update(setting: Setting, program: RankProgram, at_end: ProgramMemory) -> Update:
+    """The update that is asked for, or what the memory of updates ``at_end`` makes necessary."""
+    if setting.update is not None:
+        return setting.update
+    is_early = _may_fit_early(setting, at_end) and may_choose_early(setting, program)
+    return Update(when="early" if is_early else "at_end")
 
 
-def updated_as(
-    setting: Setting, program: RankProgram, *, in_steps: bool = True
-) -> tuple[RankProgram, tuple[ProgramMemory, ...], UpdatePlan]:
-    """The program with its updates, and the memory of each pipeline device.
+def updated_early(
+    setting: Setting, program: RankProgram, update: Update, *, in_steps: bool = True
+) -> tuple[RankProgram, tuple[ProgramMemory, ...]]:
+    """The program with early updates, and its memory on each pipeline device.
 
-    Early ones use gradients by rows if ``in_steps``, else all that a block makes at once. Raises
+    Gradients are made by rows if ``in_steps``, else all that a block makes at once. Raises
     PlanError where the schedule excludes early updates.
     """
-    memories = counted(setting, program)
-    at_end = fullest(memories)
-    update = setting.update
-    if update is None:
-        is_early = _may_fit_early(setting, at_end) and may_choose_early(setting, program)
-        update = Update(when="early" if is_early else "at_end")
     tile_bytes = default_tile_bytes(program)
-    if update.is_early:
-        program = with_early_update(program, update, tile_bytes=tile_bytes, in_steps=in_steps)
-        memories = counted(setting, program)
-    return (
-        program,
-        memories,
-        UpdatePlan(
-            when=update.when,  # type: ignore[arg-type]
-            keep_gradients=update.keep_gradients,
-            clipping=update.clipping,  # type: ignore[arg-type]
-            tile_bytes=tile_bytes,
-            gradient_bytes=fullest(memories).gradient_bytes,
-            gradient_bytes_at_end=at_end.gradient_bytes,
-        ),
+    program = with_early_update(program, update, tile_bytes=tile_bytes, in_steps=in_steps)
+    return program, counted(setting, program)
+
+
+def update_plan(
+    program: RankProgram, update: Update, memories: Sequence[ProgramMemory], at_end: ProgramMemory
+) -> UpdatePlan:
+    """What the plan says about the updates of a program."""
+    return UpdatePlan(
+        when=update.when,  # type: ignore[arg-type]
+        keep_gradients=update.keep_gradients,
+        clipping=update.clipping,  # type: ignore[arg-type]
+        tile_bytes=default_tile_bytes(program),
+        gradient_bytes=fullest(memories).gradient_bytes,
+        gradient_bytes_at_end=at_end.gradient_bytes,
     )

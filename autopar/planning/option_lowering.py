@@ -14,7 +14,7 @@ from autopar.lowering.program import Traces
 from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram
 from autopar.memory.program import ProgramMemory, fullest, program_memory
-from autopar.planning.early import early_memories, updated_as
+from autopar.planning.early import chosen_update, counted, update_plan, updated_early
 from autopar.planning.option import Option
 from autopar.planning.recomputation import Recomputer
 from autopar.planning.recompute_request import Recompute, Request
@@ -25,6 +25,9 @@ from autopar.plans.parts import UpdatePlan
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.step_time import time_parts
 
+Lowered = tuple[RankProgram, tuple[ProgramMemory, ...], UpdatePlan]
+"""A program as it is updated, its memory on each pipeline device, and the plan of its updates."""
+
 
 class OptionLowering:
     """Lowers options one after the other; remembers the smallest program so far."""
@@ -34,9 +37,13 @@ class OptionLowering:
         self.setting = search.setting
         self.smallest: ProgramMemory | None = None
         self._traces: tuple[tuple[object, ...], Traces] | None = None
+        self._ready: tuple[Option, Lowered] | None = None
+        """The fastest option whose recomputation was decided, as it was lowered for that."""
 
-    def lower(self, option: Option) -> tuple[RankProgram, tuple[ProgramMemory, ...], UpdatePlan]:
-        if option.movement is not None:
+    def lower(self, option: Option) -> Lowered:
+        if self._ready is not None and self._ready[0] is option:
+            program, memories, update = self._ready[1]
+        elif option.movement is not None:
             asked = replace(self.setting, update=option.movement.update)
             program, _, update = self.updated(option, asked, in_steps=False)
             memories = option.movement.memories
@@ -45,16 +52,18 @@ class OptionLowering:
         self._noted(fullest(memories))
         return program, memories, update
 
-    def updated(
-        self, option: Option, setting: Setting, *, in_steps: bool = True
-    ) -> tuple[RankProgram, tuple[ProgramMemory, ...], UpdatePlan]:
+    def updated(self, option: Option, setting: Setting, *, in_steps: bool = True) -> Lowered:
         """The program as it is updated, its memory, and what the plan says about its updates."""
-        is_early = setting.update is not None and setting.update.is_early
-        program = self.program(option, may_join=not is_early)
-        program, memories, update = updated_as(setting, program, in_steps=in_steps)
-        if update.update.is_early and not is_early and option.recomputes:
-            return self.updated(option, replace(setting, update=update.update), in_steps=in_steps)
-        return program, memories, update
+        asked = setting.update
+        program = self.program(option, may_join=asked is None or not asked.is_early)
+        memories = counted(setting, program)
+        at_end = fullest(memories)
+        update = chosen_update(setting, program, at_end)
+        if update.is_early:
+            if asked is None and option.recomputes:
+                program = self.program(option, may_join=False)
+            program, memories = updated_early(setting, program, update, in_steps=in_steps)
+        return program, memories, update_plan(program, update, memories, at_end)
 
     def program(self, option: Option, *, may_join: bool = True) -> RankProgram:
         staged, best = option.staged, option.best
@@ -102,29 +111,33 @@ class OptionLowering:
         )
         if request.is_fixed:
             return self._with(plain, recomputer.fixed(request)), False
-        asked = setting
+        asked, ready = setting, list[tuple[Recomputation, Lowered]]()
 
-        def counted(recomputation: Recomputation) -> tuple[ProgramMemory, ...] | None:
-            """Counted with early updates once these were necessary."""
+        def tried(recomputation: Recomputation) -> tuple[ProgramMemory, ...] | None:
+            """The memory, with early updates once these were necessary."""
             nonlocal asked
             if not recomputation:
                 return memories
-            tried = self._with(plain, recomputation)
-            if tried.time_s >= cutoff_s:
+            other = self._with(plain, recomputation)
+            if other.time_s >= cutoff_s:
                 return None
             if asked.update is not None and asked.update.is_early:
-                return early_memories(asked, self.program(tried, may_join=False), asked.update)
-            _, found, update = self.updated(tried, asked)
+                return updated_early(asked, self.program(other, may_join=False), asked.update)[1]
+            ready[:] = [(recomputation, self.updated(other, asked))]
+            _, found, update = ready[0][1]
             if update.update.is_early:
                 asked = replace(asked, update=update.update)
             return found
 
-        found = recomputer.within_memory(setting.limit, counted)
+        found = recomputer.within_memory(setting.limit, tried)
         fits = found is not None
         if found is None:
             found = recomputer.fixed(Recompute(request=Request.FULL))
         decided = replace(self._with(plain, found), trial=max(1, option.trial))
-        return decided, fits and decided.time_s < cutoff_s
+        fits = fits and decided.time_s < cutoff_s
+        if fits and ready and ready[0][0] is found:
+            self._ready = decided, ready[0][1]
+        return decided, fits
 
     def _with(self, option: Option, recomputation: Recomputation) -> Option:
         best = option.best.recomputing(recomputation)

@@ -60,6 +60,8 @@ MIN_LOSS, MIN_EXPOSED = 0.01, 0.1
 """Micro-batches are searched if the memory costs more than `MIN_LOSS` of a step, and on several
 nodes pipelines too if it does, or if `MIN_EXPOSED` of a step is exposed communication; on unequal
 islands always."""
+LEAST_AFTER_CAPTURE = 0.5
+"""The least share of the time limit that is left after the capture."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +92,7 @@ def make_planned(
     may_move: bool = True,
     measure: Measure | None = None,
     time_limit_s: float | None = None,
+    begun_s: float | None = None,
     progress: Progress = lambda _: None,
 ) -> Planned:
     """Search a space, and lower the fastest plan that fits.
@@ -100,15 +103,16 @@ def make_planned(
     `MIN_LOSS` or `MIN_EXPOSED` is exceeded.
     Parameters are updated early if ``update`` says so, or if it is None, the optimizer
     ``may_update_early``, and nothing fits otherwise. On accelerators tensors move to the host if
-    the space leaves it open, the runtime ``may_move`` them, and nothing fits otherwise. Raises
-    ConstraintError if the constraints or the memory leave no strategy, OptimizerError for an early
-    update that the optimizer excludes.
+    the space leaves it open, the runtime ``may_move`` them, and nothing fits otherwise. The time
+    limit counts from ``begun_s`` on, a moment of the process's clock. Raises ConstraintError if the
+    constraints or the memory leave no strategy, OptimizerError for an early update that the
+    optimizer excludes.
     """
     setting = make_setting(
         captured, cluster, space, constraints=constraints, compute=compute,
         communication=communication, optimizer=optimizer, device_type=device_type,
         update=update, may_update_early=may_update_early, may_move=may_move, measure=measure,
-        time_limit_s=time_limit_s, progress=progress,
+        time_limit_s=time_limit_s, begun_s=begun_s, progress=progress,
     )  # fmt: skip
     check_trainable(setting.prepared.captured)
     if setting.update is not None and setting.update.is_early and setting.optimizer.is_joint:
@@ -136,10 +140,11 @@ def make_setting(
     may_move: bool = True,
     measure: Measure | None = None,
     time_limit_s: float | None = None,
+    begun_s: float | None = None,
     progress: Progress = lambda _: None,
 ) -> Setting:
     """The setting of a search, with the defaults of `make_planned`."""
-    return Setting(
+    setting = Setting(
         prepared=prepare(captured),
         cluster=cluster,
         space=space,
@@ -155,6 +160,9 @@ def make_setting(
         time_limit_s=time_limit_s,
         progress=SearchLog(progress),
     )
+    if begun_s is None:
+        return setting
+    return replace(setting, begun_s=begun_s).with_what_is_left(LEAST_AFTER_CAPTURE)
 
 
 def check_trainable(captured: Captured) -> None:
@@ -244,7 +252,7 @@ def _without_pipeline(
     """
     setting, space = search.setting, search.space
     time_s = _fastest_s(found)
-    if found and setting.end.is_over:
+    if found and not setting.has_time_left:
         return []
     faster = [
         each.combination

@@ -262,7 +262,7 @@ class Recomputer:
         finds them too slow, which more recomputation would not change.
         """
         picks = [0] * len(self.blocks)
-        factors = [1.0] * self.program.pipeline.num_devices
+        factors = [CAUTION] * self.program.pipeline.num_devices
         for _ in range(MAX_TRIALS):
             points = [block.points[pick] for block, pick in zip(self.blocks, picks)]
             recomputation = self.recomputation(points)

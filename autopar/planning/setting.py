@@ -128,10 +128,9 @@ class Setting:
         other = replace(self, space=space, compute=compute)
         return other.with_what_is_left() if has_plan else other
 
-    def with_what_is_left(self) -> Setting:
-        """The setting whose time limit is what is left of this one's, and at least
-        `LEAST_OPENED_SHARE` of it."""
-        left_s = max(self.end.left_s, LEAST_OPENED_SHARE * self._limit_s)
+    def with_what_is_left(self, least_share: float = LEAST_OPENED_SHARE) -> Setting:
+        """The setting whose time limit is what is left of this one's, and at least a share."""
+        left_s = max(self.end.left_s, least_share * self._limit_s)
         return replace(self, time_limit_s=left_s, begun_s=time.process_time())
 
     @property
@@ -163,6 +162,11 @@ class Setting:
     def end(self) -> Deadline:
         """When the time limit is reached."""
         return Deadline(self.begun_s + self._limit_s, self._limit_s)
+
+    @property
+    def has_time_left(self) -> bool:
+        """Whether the time limit leaves `LEAST_OPENED_SHARE` of it for another search."""
+        return self.end.left_s >= LEAST_OPENED_SHARE * self._limit_s
 
     @property
     def moves_at_last(self) -> bool:

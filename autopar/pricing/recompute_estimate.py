@@ -5,9 +5,10 @@ In: a candidate and the bytes that it may take. Out: the seconds by block, and t
 search.
 
 A value that a derivative reads is dropped where its own block can compute it again without
-communication: not the operands of a block, the results of collectives, and what the block of the
-loss keeps, which is read at once. Values are dropped from the fewest seconds a byte on, each at the
-price of the op that made it, so what that op reads counts as kept.
+communication but all-to-alls: not the operands of a block, the results of other collectives, and
+what the block of the loss keeps, which is read at once. Values are dropped from the fewest seconds
+a byte on, each at the price of the op that made it and of the all-to-alls behind it, so what that
+op reads counts as kept.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopar.ir.placement import Placements, R
+from autopar.ir.graph import Value
+from autopar.ir.placement import MoveKind, Placements, R
 from autopar.ir.recomputation import BlockRecomputation, Recomputation
 from autopar.pricing.candidate import Candidate
+from autopar.pricing.moves import Moves
 from autopar.pricing.node_memory import NodeMemory
 from autopar.pricing.problem import Residence
 from autopar.pricing.readers import block_of_ops
@@ -92,28 +95,35 @@ def _all(candidate: Candidate) -> Iterator[Droppable]:
                 continue
             made, made_pick = chosen[maker]
             needed = table.needs[position].at(pick)
-            if made.collectives[made_pick] is None and _agrees(
-                made.supplies[place].at(made_pick), needed
-            ):
+            moved_s = _moved_s(pricing.moves, value, made.supplies[place].at(made_pick), needed)
+            inside_s = made.repeated_s[made_pick]
+            if inside_s is not None and moved_s is not None:
+                made_s = made.estimates[made_pick].forward_s / num + inside_s
                 yield Droppable(
                     block=block,
                     size_bytes=share * memory.size_bytes(value, needed),
-                    time_s=share * made.estimates[made_pick].forward_s / num,
+                    time_s=share * (made_s + moved_s),
                 )
         own = sum(
             share * memory.size_bytes(graph.values[output], table.supplies[place].at(pick))
             for place, share in kept.outputs
             if (output := op.outputs[place]) is not None and is_local(output, block)
         )
-        if own and table.collectives[pick] is None:
-            yield Droppable(
-                block=block, size_bytes=own, time_s=table.estimates[pick].forward_s / num
-            )
+        inside_s = table.repeated_s[pick]
+        if own and inside_s is not None:
+            made_s = table.estimates[pick].forward_s / num + inside_s
+            yield Droppable(block=block, size_bytes=own, time_s=made_s)
 
 
-def _agrees(supplied: Placements, needed: Placements) -> bool:
-    """Whether a value reaches its reader without communication."""
-    return all(given in (want, R) for given, want in zip(supplied, needed))
+def _moved_s(moves: Moves, value: Value, supplied: Placements, needed: Placements) -> float | None:
+    """Seconds in which a value reaches its reader by all-to-alls, or without communication; None
+    if it takes other collectives."""
+    if all(given in (want, R) for given, want in zip(supplied, needed)):
+        return 0.0
+    route = moves.routes(supplied, needed, value.shape, moves.mesh)
+    if any(move.forward not in (None, MoveKind.ALL_TO_ALL) for move in route):
+        return None
+    return moves.price(value, supplied, needed).forward_s
 
 
 def all_recomputed(candidate: Candidate) -> Candidate:

@@ -38,7 +38,7 @@ from autopar.cost_models.update import FUSED_ADAMW, OptimizerSpec, adamw, update
 from autopar.ir.choice import Choice
 from autopar.ir.graph import Op, Value, ValueKind
 from autopar.ir.mesh import Mesh
-from autopar.ir.placement import Placements, R, State, V, local_shape, redistribute
+from autopar.ir.placement import MoveKind, Placements, R, State, V, local_shape, redistribute
 from autopar.pricing.local_calls import LocalCall, local_calls, split_placements
 from autopar.pricing.moves import Array, Moves, PlacementTable, Routes, added
 from autopar.rules import Space, enumerate_choices, rule_of
@@ -55,8 +55,10 @@ from autopar.sharding.strategy import Analysis
 class OpTable:
     """All choices of a kind of op: the placements that they need and supply, and their costs.
 
-    ``collectives`` is the communication inside a choice, or None; ``unpriced`` is empty, or the
-    reason why no cost model covers it (it is then priced by its memory traffic).
+    ``collectives`` is the communication inside a choice, or None; ``repeated_s`` are the seconds
+    for which the backward pass of a micro-batch may repeat that of the forward pass, None where it
+    cannot; ``unpriced`` is empty, or the reason why no cost model covers it (it is then priced by
+    its memory traffic).
     """
 
     choices: tuple[Choice, ...]
@@ -64,6 +66,7 @@ class OpTable:
     supplies: tuple[PlacementTable, ...]
     estimates: tuple[OpEstimate, ...]
     collectives: tuple[Estimate | None, ...]
+    repeated_s: tuple[float | None, ...]
     cost_s: Array
     unpriced: tuple[str, ...]
 
@@ -157,7 +160,8 @@ class Pricing:
         timed = [self._timed(op, c) for c in choices]
         priced = [self._estimate(op, choice) for choice in timed]
         estimates, unpriced = tuple(e for e, _ in priced), tuple(why for _, why in priced)
-        collectives = tuple(self._collectives(op, space, choice) for choice in timed)
+        inside = [self._collectives(op, space, choice) for choice in timed]
+        collectives, repeated_s = (tuple(each) for each in zip(*inside)) if inside else ((), ())
         internal_s = np.array([0.0 if each is None else each.time_s for each in collectives])
         return OpTable(
             choices=choices,
@@ -167,6 +171,7 @@ class Pricing:
             ),
             estimates=estimates,
             collectives=collectives,
+            repeated_s=repeated_s,
             cost_s=np.array([e.total_s for e in estimates]) + internal_s,
             unpriced=unpriced,
         )
@@ -268,21 +273,31 @@ class Pricing:
         backward_s = time_s if any(self.analysis.differentiable(op)) else 0.0
         return OpEstimate(time_s, backward_s, 0.0, Source.ANALYTICAL)
 
-    def _collectives(self, op: Op, space: Space | None, choice: Choice) -> Estimate | None:
-        """The communication inside an op; None if there is none."""
+    def _collectives(
+        self, op: Op, space: Space | None, choice: Choice
+    ) -> tuple[Estimate | None, float | None]:
+        """The communication inside an op, None if there is none; and ``OpTable.repeated_s``.
+
+        All-to-alls can be repeated, once for each of the backward pass. What is only agreed upon
+        beside them is kept.
+        """
         rule = rule_of(op)
         if space is None or rule is None or rule.collectives is None:
-            return None
+            return None, 0.0
         inputs = [self.graph.values[i] for i in op.inputs]
         calls = rule.collectives(op, space, choice, self.timed, inputs)
         first = self.timed.num_axes - self.mesh.num_axes
-        total: Estimate | None = None
+        total, exchanged_s = None, 0.0
         for call in calls:
             axes = tuple(axis - first for axis in call.axes)
-            total = added(total, self.moves.collective(call.kind, call.size_bytes, axes))
+            price = self.moves.collective(call.kind, call.size_bytes, axes)
+            total = added(total, price)
+            if call.kind == MoveKind.ALL_TO_ALL and price is not None:
+                exchanged_s += price.time_s
         if total is None:
-            return None
-        return replace(total, time_s=self.num_microbatches * total.time_s)
+            return None, 0.0
+        total = replace(total, time_s=self.num_microbatches * total.time_s)
+        return total, exchanged_s / 2 if exchanged_s else None
 
     def _clearing_s(
         self, dims: Sequence[str], values: Sequence[tuple[int | None, Placements, Layout]]

@@ -19,6 +19,7 @@ from autopar.planning.recomputation import Recomputer
 from autopar.planning.schedule_search import Search
 from tests.models import families, zoo
 
+MODELS = {"llama": families.llama, "bert": zoo.bert, "gpt2": zoo.gpt2}
 CASES = [
     ("gpt2", 1, "1f1b", 4),
     ("gpt2", 2, "1f1b", 4),
@@ -34,14 +35,15 @@ def test_memory_of_other_choices_follows_from_one_count(
     kind: str, num_devices: int, schedule: str, num_microbatches: int
 ) -> None:
     """The fullest moment of every device, for drawn choices of all blocks."""
-    model, batch = {"llama": families.llama, "bert": zoo.bert, "gpt2": zoo.gpt2}[kind](num_layers=8), zoo.token_batch(0, batch=8)
+    model, batch = (
+        {"llama": families.llama, "bert": zoo.bert, "gpt2": zoo.gpt2}[kind](num_layers=8),
+        zoo.token_batch(0, batch=8),
+    )
     cluster = autopar.Cluster.preset("a100-80", nodes=1, devices_per_node=num_devices)
     options = PlanOptions(
         num_stages=num_devices, schedule=schedule, num_microbatches=num_microbatches
     )
-    setting = make_setting(
-        capture(model, batch), cluster, options.space(num_devices)
-    )
+    setting = make_setting(capture(model, batch), cluster, options.space(num_devices))
     search = Search(setting).run()
     lowering = OptionLowering(search)
     option = replace(
