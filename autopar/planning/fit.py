@@ -232,15 +232,18 @@ class Fit:
     def _most_promising(self, option: Option) -> Option:
         """The remaining option that is tried next after the time limit.
 
-        First the fastest whose recomputation is decided, as their memory was counted, then the
-        fastest that take at most `SURELY` of the memory by estimate, then those with the least
-        memory. One try is left for the least of all.
+        First the fastest whose recomputation was counted to fit, then the others whose
+        recomputation is decided, then the fastest that take at most `SURELY` of the memory by
+        estimate, then those with the least memory. One try is left for the least of all.
         """
 
-        def order(each: Option) -> tuple[bool, bool, float, float]:
+        def order(each: Option) -> tuple[bool, bool, bool, float, float]:
             is_large = each.estimated_bytes > SURELY * self.setting.budget_bytes
             sized = is_large and not each.is_decided
-            return not each.is_decided, sized, each.estimated_bytes if sized else 0.0, each.time_s
+            size_bytes = each.estimated_bytes if sized else 0.0
+            return (
+                not each.is_counted_to_fit, not each.is_decided, sized, size_bytes, each.time_s
+            )  # fmt: skip
 
         options = sorted([option, *(entry[-1] for entry in self.heap)], key=order)
         self.num_late += 1
@@ -257,7 +260,9 @@ class Fit:
         order = ranked(option.time_s, option.best.mesh)
         if option.choice is not None:
             order = (option.time_s, 0, ())
-        fits = option.is_settled or self._fits(option)
+        fits = option.is_counted_to_fit
+        if fits is None:
+            fits = option.is_settled or self._fits(option)
         heapq.heappush(self.heap, (not fits, order, next(self.numbers), option))
 
     def _note_time(self, decided: Option) -> None:
@@ -286,8 +291,8 @@ class Fit:
 
     def _counted(self, option: Option) -> Fitted | None:
         if option.recomputes and not option.is_decided:
-            option, fits = self.lowering.decided(option, min(self.cutoff_s, self.decided_s))
-            if fits:
+            option = self.lowering.decided(option, min(self.cutoff_s, self.decided_s))
+            if option.is_counted_to_fit:
                 self.decided_s = min(self.decided_s, option.time_s)
             self._note_time(option)
             if not self.deadline.is_over or option.time_s >= self.cutoff_s:

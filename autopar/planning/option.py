@@ -35,8 +35,9 @@ class Option:
     often it was searched again within less memory because its counted memory did not fit.
     ``recomputes``: blocks recompute, until ``is_decided`` by an estimate that saves
     ``saved_bytes``, or, if the user fixes what is recomputed, as if they ran whole forward passes.
-    ``movement``: what moves to the host. ``residence``: the fraction of the model that a pipeline
-    rank holds, ``held`` the fraction if nothing is recomputed.
+    ``is_counted_to_fit``: whether what was decided is within the memory, None if that was not
+    counted. ``movement``: what moves to the host. ``residence``: the fraction of the model that a
+    pipeline rank holds, ``held`` the fraction if nothing is recomputed.
     """
 
     combination: Combination
@@ -51,6 +52,7 @@ class Option:
     trial: int = 0
     recomputes: bool = False
     is_decided: bool = False
+    is_counted_to_fit: bool | None = None
     saved_bytes: float | None = None
     movement: Moved | None = None
 

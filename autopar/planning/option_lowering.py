@@ -96,8 +96,8 @@ class OptionLowering:
             self._traces = key, Traces()
         return self._traces[1]
 
-    def decided(self, option: Option, cutoff_s: float = math.inf) -> tuple[Option, bool]:
-        """The option with what its blocks recompute, and its time; whether it is counted to fit.
+    def decided(self, option: Option, cutoff_s: float = math.inf) -> Option:
+        """The option with what its blocks recompute, and its time.
 
         They recompute as much as they can if nothing that fits is found, and no more than shows
         that the step takes ``cutoff_s`` or longer.
@@ -110,7 +110,7 @@ class OptionLowering:
             plain.best, program, self.traces_of(plain.best), setting.cluster.device
         )
         if request.is_fixed:
-            return self._with(plain, recomputer.fixed(request)), False
+            return self._with(plain, recomputer.fixed(request))
         asked, ready = setting, list[tuple[Recomputation, Lowered]]()
 
         def tried(recomputation: Recomputation) -> tuple[ProgramMemory, ...] | None:
@@ -130,14 +130,13 @@ class OptionLowering:
             return found
 
         found = recomputer.within_memory(setting.limit, tried)
-        fits = found is not None
-        if found is None:
-            found = recomputer.fixed(Recompute(request=Request.FULL))
-        decided = replace(self._with(plain, found), trial=max(1, option.trial))
-        fits = fits and decided.time_s < cutoff_s
+        full = Recompute(request=Request.FULL)
+        decided = self._with(plain, recomputer.fixed(full) if found is None else found)
+        fits = found is not None and decided.time_s < cutoff_s
+        decided = replace(decided, trial=max(1, option.trial), is_counted_to_fit=fits)
         if fits and ready and ready[0][0] is found:
             self._ready = decided, ready[0][1]
-        return decided, fits
+        return decided
 
     def _with(self, option: Option, recomputation: Recomputation) -> Option:
         best = option.best.recomputing(recomputation)
