@@ -130,13 +130,14 @@ def plan_case(case: Case) -> dict[str, Any]:
     )
     captured_s = time.process_time() - begun_s
 
-    def planned(options: dict[str, Any]) -> dict[str, Any]:
+    def planned(options: dict[str, Any], captured_s: float = 0.0) -> dict[str, Any]:
         begun_s = time.process_time()
         given = PlanOptions(precision=precision, **options)
         try:
             plan = make_planned(
-                prepared, cluster, given.space(cluster.num_devices), constraints=given.constraints
-            ).plan
+                prepared, cluster, given.space(cluster.num_devices),
+                constraints=given.constraints, begun_s=begun_s - captured_s,
+            ).plan  # fmt: skip
         except AutoparError as error:
             return {"impossible": str(error)[:300]}
         return {
@@ -145,7 +146,7 @@ def plan_case(case: Case) -> dict[str, Any]:
             "plan": repr(plan),
         }
 
-    free = planned({})
+    free = planned({}, captured_s)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "captured_s": round(captured_s, 1),
