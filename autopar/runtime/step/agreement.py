@@ -66,6 +66,7 @@ class Agreement:
         self.verdict = Verdict.FINITE
         self._meta = program.loss.meta
         self._num_ranks = world.num_devices
+        self._is_alone = world.num_devices == 1 and self.device.type == "cpu"
         self._num_terms = world.num_devices * program.num_microbatches
         self._sum = communicator.bind_in_place(world.axes_label(range(world.num_axes)))
         # Along axes where the loss is replicated, the first rank sends it.
@@ -73,19 +74,27 @@ class Agreement:
         others = [axis for axis in range(mesh.num_axes) if mesh.axis_names[axis] not in summed]
         self._counts = mesh.index(communicator.rank, others) == 0
         self._norms: dict[torch.dtype, list[Tensor]] = {}
+        # An early update frees gradients; otherwise a rank that is alone looks at all at once.
+        self._waits = self._is_alone and program.early is None
+        self._waiting: dict[tuple[torch.dtype, torch.dtype], list[Tensor]] = {}
 
     def begin_step(self) -> None:
         """Reset, also after a step that was interrupted."""
         self._norms.clear()
+        self._waiting.clear()
 
     def inspect(self, gradients: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
         """Examine complete gradients of this rank, each of which will be reduced in its dtype."""
-        alike: dict[tuple[torch.dtype, torch.dtype], list[Tensor]] = {}
         for gradient, dtype in zip(gradients, dtypes, strict=True):
-            alike.setdefault((gradient.dtype, dtype), []).append(gradient)
-        for (own, dtype), found in alike.items():
+            self._waiting.setdefault((gradient.dtype, dtype), []).append(gradient)
+        if not self._waits:
+            self._inspect_waiting()
+
+    def _inspect_waiting(self) -> None:
+        for (own, dtype), found in self._waiting.items():
             norms = norm_each(found, torch.promote_types(own, torch.float32))
             self._norms.setdefault(dtype, []).extend(norms)
+        self._waiting.clear()
 
     def inspect_sum(self, gradient: Tensor) -> None:
         """Examine a gradient that has been reduced: there is no doubt left about it."""
@@ -95,10 +104,16 @@ class Agreement:
 
     def refuse(self) -> None:
         """Refuse the step on this rank, whatever its gradients are."""
+        self._waiting.clear()
         self._norms[torch.float32] = [torch.full((), math.nan, device=self.device)]
 
     def total_loss(self, part: Tensor | None) -> Tensor:
         """Sum the loss over the ranks, and with it the verdict."""
+        if self._is_alone and part is not None:
+            shares = [largest.item() / limit for largest, limit in self._largest()]
+            is_wrong = any(map(math.isnan, shares))
+            self._judge(part.item(), math.nan if is_wrong else max(shares, default=0.0))
+            return part.reshape(self._meta.shape)
         pair = self.summed(part)
         self.judge(pair)
         return pair[0].reshape(self._meta.shape)
@@ -108,6 +123,7 @@ class Agreement:
         pair = torch.zeros(2, dtype=self._meta.dtype, device=self.device)
         if part is not None and self._counts:
             pair[0] = part.reshape(())
+        self._inspect_waiting()
         if self._norms:
             pair[1] = self._doubt()
         if self._num_ranks > 1:
@@ -116,8 +132,10 @@ class Agreement:
 
     def judge(self, pair: Tensor) -> None:
         """Take the verdict from what `summed` gave; the host waits for it."""
-        loss, doubt = pair.tolist()
-        self.verdict = Verdict.DOUBTFUL if doubt > 0 else Verdict.FINITE
+        self._judge(*pair.tolist())
+
+    def _judge(self, loss: float, doubt: float) -> None:
+        self.verdict = Verdict.DOUBTFUL if doubt >= 1 else Verdict.FINITE
         if math.isnan(doubt) or not math.isfinite(loss):
             self.verdict = Verdict.NONFINITE
 
@@ -127,12 +145,18 @@ class Agreement:
         No element exceeds the norm, and no sum, over micro-batches too, exceeds the total of all
         ranks' largest elements.
         """
-        shares = [
-            torch.stack(norms).amax() / (torch.finfo(dtype).max / self._num_terms)
+        shares = [(largest / limit).double() for largest, limit in self._largest()]
+        return torch.stack(shares).amax().floor()
+
+    def _largest(self) -> list[tuple[Tensor, float]]:
+        """By dtype of reductions, the largest norm, and what each term of a sum may be."""
+        self._inspect_waiting()
+        largest = [
+            (torch.stack(norms).amax(), torch.finfo(dtype).max / self._num_terms)
             for dtype, norms in self._norms.items()
         ]
         self._norms.clear()
-        return torch.stack([share.double() for share in shares]).amax().floor()
+        return largest
 
     def are_finite(self, gradients: Iterable[Tensor]) -> bool:
         """Whether all ranks' reduced gradients are finite."""

@@ -1,6 +1,6 @@
 """The computation of a step on one device: the graphs of its stages, micro-batch by micro-batch.
 
-In: a program, a device's route through it, and this step's parameters, buffers and batches. Out:
+In: the tables of a device's program, and this step's parameters, buffers and batches. Out:
 accumulated gradients, this device's terms of the loss, next buffers. It knows blocks and values;
 the order of actions, communication between devices and reductions belong to the executor.
 """
@@ -13,19 +13,11 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from autopar.ir.placement import local_shape
-from autopar.lowering.arrivals import Reads, contributions_of_round
-from autopar.lowering.route import Route
-from autopar.lowering.types import (
-    NO_STAGE,
-    BlockInterface,
-    BlockProgram,
-    BufferProgram,
-    Kernel,
-    OutputProgram,
-    RankProgram,
-)
+from autopar.lowering.arrivals import Reads
+from autopar.lowering.types import NO_STAGE, BufferProgram, OutputProgram
 from autopar.runtime.machine.protocols import Machine, Phase
 from autopar.runtime.machine.shared_buffers import Made
+from autopar.runtime.step.tables import BlockTable, StepTables
 
 T = TypeVar("T")
 
@@ -36,7 +28,7 @@ class _Record(Generic[T]):
     those that are no parameters."""
 
     operands: dict[int, T]
-    saved: list[T]
+    saved: Sequence[T]
 
 
 @dataclass(slots=True)
@@ -86,8 +78,7 @@ class Computation(Generic[T]):
 
     def __init__(
         self,
-        program: RankProgram,
-        route: Route,
+        tables: StepTables,
         machine: Machine[T],
         *,
         parameters: Mapping[int, T],
@@ -98,6 +89,8 @@ class Computation(Generic[T]):
         loss_scale: float = 1.0,
         in_steps: bool = False,
     ) -> None:
+        program, route = tables.program, tables.route
+        self.tables = tables
         self.program = program
         self.keeps_loss = keeps_loss
         self.loss_scale = loss_scale
@@ -110,13 +103,13 @@ class Computation(Generic[T]):
         self.fixed = fixed
         self.flights: list[Flight[T]] = [Flight(given=values) for values in given]
         self.used: dict[int, T] = {}
+        self._read: Mapping[int, T] = parameters if tables.is_plain else self.used
         self._coming: dict[int, tuple[tuple[int, ...], Callable[[], Sequence[T]]]] = {}
         self._readings = route.readings.copy()
         self.partial: dict[int, T] = {}
         self._own_sums: set[int] = set()
-        self._of_round = contributions_of_round(program, route)
-        self.remaining = self._of_round.copy()
-        self.reads = Reads(program, route)
+        self.remaining = tables.contributions.copy()
+        self.reads = None if program.early is None else Reads(program, route)
         self.rows: list[Rows[T]] = []
         self.following: dict[int, T] = {}
         self.made: list[Made[T]] = []
@@ -124,7 +117,6 @@ class Computation(Generic[T]):
         self._whole_loss: Callable[[], Sequence[T]] | None = None
         self._num_losses = 0
         self._moving: dict[int, _Moving[T]] = {}
-        self._parameter_of = {p.value: p for p in program.parameters}
 
     def value(self, microbatch: int, index: int) -> T:
         """A value as blocks read it."""
@@ -156,31 +148,29 @@ class Computation(Generic[T]):
     def _run_blocks(self, stage: int, microbatch: int, *, keep: bool) -> None:
         values = self.flights[microbatch].values
         self._arrive(stage)
-        positions = self.route.blocks[stage]
-        read = {p: self.program.blocks[p].interface.parameters for p in positions}
+        positions, blocks = self.route.blocks[stage], self.tables.blocks
         for position, following in itertools.zip_longest(positions, positions[1:]):
-            self._fetch(position, read[position])
-            if following is not None:
-                self._start_fetching(following, read[following])
+            if not self.tables.is_plain:
+                self._fetch(position, blocks[position].parameters)
+                if following is not None:
+                    self._start_fetching(following, blocks[following].parameters)
             self._run_block(position, microbatch, keep)
             for value in self.route.dropped[position]:
                 values.pop(value, None)
-            self._release(read[position], self.route.released[position])
+            if not self.tables.is_plain:
+                self._release(blocks[position].parameters, self.route.released[position])
 
     def _run_block(self, position: int, microbatch: int, keep: bool) -> None:
-        block, flight = self.program.blocks[position], self.flights[microbatch]
-        kernel, interface = self.program.kernels[block.kernel], block.interface
-        operands = [self.value(microbatch, i) for i in interface.inputs]
-        operands += [self.used[i] for i in interface.parameters]
+        table, flight = self.tables.blocks[position], self.flights[microbatch]
+        operands = [self.value(microbatch, i) for i in table.inputs]
+        operands += [self._read[i] for i in table.parameters]
         self.machine.begin(microbatch, position, Phase.FORWARD)
-        results = list(self.machine.run(kernel.forward, operands))
-        flight.values.update(zip(interface.outputs, results[: kernel.num_outputs]))
+        results = self.machine.run(table.kernel.forward, operands)
+        num_outputs = table.kernel.num_outputs
+        flight.values.update(zip(table.outputs, results[:num_outputs]))
         if keep:
-            sources = {*kernel.input_sources, *kernel.weight_sources}
-            num_inputs = len(interface.inputs)
-            kept = {i for kind, i in sources if kind == "operand" and i < num_inputs}
             flight.records[position] = _Record(
-                operands={i: operands[i] for i in kept}, saved=results[kernel.num_outputs :]
+                operands={i: operands[i] for i in table.kept}, saved=results[num_outputs:]
             )
 
     def _release(self, read: Sequence[int], for_now: Collection[int]) -> None:
@@ -188,7 +178,7 @@ class Computation(Generic[T]):
         are released after each pass, the ones that its pass reads no more (``for_now``)."""
         for value in dict.fromkeys(read):
             self._readings[value] -= 1
-            is_released = self._parameter_of[value].released and value in for_now
+            is_released = self.tables.parameter_of[value].released and value in for_now
             if is_released or not self._readings[value]:
                 self.used.pop(value, None)
 
@@ -199,7 +189,7 @@ class Computation(Generic[T]):
         """
         values, moves = [], []
         for value in dict.fromkeys(read):
-            parameter = self._parameter_of[value]
+            parameter = self.tables.parameter_of[value]
             if value in self.used:
                 continue
             if parameter.kernel is None:
@@ -320,22 +310,24 @@ class Computation(Generic[T]):
         flight, read = self.flights[microbatch], self.route.read_back
         positions = self.route.blocks[stage][::-1]
         for position, following in itertools.zip_longest(positions, positions[1:]):
-            block = self.program.blocks[position]
-            kernel = self.program.kernels[block.kernel]
-            self.reads.end(position)
+            table = self.tables.blocks[position]
+            if self.reads is not None:
+                self.reads.end(position)
             record = flight.records.pop(position, None)
             if record is None:
                 continue
-            self._fetch(position, read[position])
-            if following is not None:
-                self._start_fetching(following, read[following])
-            if not kernel.cotangents:
+            if not self.tables.is_plain:
+                self._fetch(position, read[position])
+                if following is not None:
+                    self._start_fetching(following, read[following])
+            if not table.kernel.cotangents:
                 continue
-            cotangents = self._take(flight, block, kernel)
+            cotangents = self._take(flight, table)
             arguments = self._run_input(position, microbatch, record, cotangents)
-            self._release(read[position], self.route.released_back[position])
+            if not self.tables.is_plain:
+                self._release(read[position], self.route.released_back[position])
             del record, cotangents  # the arguments of W refer to those that it needs
-            if kernel.backward_weight is None:
+            if table.kernel.backward_weight is None:
                 continue
             if weights:
                 yield from self._run_weight(position, microbatch, arguments)
@@ -351,12 +343,12 @@ class Computation(Generic[T]):
                 yield from self._run_weight(position, microbatch, arguments)
                 del arguments
 
-    def _take(self, flight: Flight[T], block: BlockProgram, kernel: Kernel) -> list[T]:
+    def _take(self, flight: Flight[T], table: BlockTable) -> list[T]:
         """Cotangents of the block's outputs; zeros for those without one."""
         loss = None if self.program.loss is None else self.program.loss.value
-        taken = []
+        kernel, taken = table.kernel, []
         for index in kernel.cotangents:
-            value = block.interface.outputs[index]
+            value = table.outputs[index]
             cotangent = flight.cotangents.pop(value, None)
             if value == loss:
                 cotangent = self.machine.filled(kernel.output_metas[index], self.loss_scale)
@@ -369,44 +361,34 @@ class Computation(Generic[T]):
         self, position: int, microbatch: int, record: _Record[T], cotangents: list[T]
     ) -> list[T]:
         """Run I and pass the gradients on; returns the arguments of W."""
-        block, flight = self.program.blocks[position], self.flights[microbatch]
-        kernel = self.program.kernels[block.kernel]
-        interface, parameters = block.interface, set(self.route.read_back[position])
-        read = {
-            i: self.used[value]
-            for i, value in enumerate(interface.parameters, start=len(interface.inputs))
-            if value in parameters
-        }
-        sources: dict[str, Mapping[int, T]] = {
-            "operand": {**record.operands, **read},
-            "saved": dict(enumerate(record.saved)),
-            "cotangent": dict(enumerate(cotangents)),
-        }
-        if kernel.backward_input is not None:
-            arguments = [sources[kind][i] for kind, i in kernel.input_sources]
+        table, handed = self.tables.blocks[position], list[T]()
+        known = record.operands, self._read, record.saved, cotangents, handed
+        graph = table.kernel.backward_input
+        if graph is not None:
+            arguments = [known[origin][i] for origin, i in table.input_arguments]
             self.machine.begin(microbatch, position, Phase.INPUT)
-            results = list(self.machine.run(kernel.backward_input, arguments))
-            for operand, gradient in zip(kernel.input_grads, results):
-                self.accumulate(flight.cotangents, block.interface.inputs[operand], gradient)
-            sources["handed"] = dict(enumerate(results[len(kernel.input_grads) :]))
-        return [sources[kind][i] for kind, i in kernel.weight_sources]
+            results = self.machine.run(graph, arguments)
+            into = self.flights[microbatch].cotangents
+            for value, gradient in zip(table.differentiated, results):
+                self.accumulate(into, value, gradient)
+            handed.extend(results[len(table.differentiated) :])
+        return [known[origin][i] for origin, i in table.weight_arguments]
 
     def _run_weight(
         self, position: int, microbatch: int, arguments: list[T]
     ) -> Iterator[list[int]]:
         """Run W, as a whole or step by step. It empties ``arguments`` when it no longer needs
         them."""
-        block = self.program.blocks[position]
-        kernel, interface = self.program.kernels[block.kernel], block.interface
+        table = self.tables.blocks[position]
+        kernel = table.kernel
         assert kernel.backward_weight is not None
         self.machine.begin(microbatch, position, Phase.WEIGHT)
-        if not (self.in_steps and kernel.weight_steps):
+        if self.reads is None or not (self.in_steps and kernel.weight_steps):
             run = self.machine.run
-            complete = self._contribute(
-                interface, kernel.weight_grads, run(kernel.backward_weight, arguments)
-            )
+            complete = self._contribute(table.graded, run(kernel.backward_weight, arguments))
             arguments.clear()
-            self.reads.end(position)
+            if self.reads is not None:
+                self.reads.end(position)
             yield complete
             return
         self.reads.begin_steps(position)
@@ -418,12 +400,12 @@ class Computation(Generic[T]):
                 continue
             if step is kernel.weight_steps[-1]:
                 arguments.clear()
+            graded = [table.parameters[i - len(table.inputs)] for i in step.grads]
             if step.rows is None:
-                complete = self._contribute(interface, step.grads, results)
+                complete = self._contribute(graded, results)
             else:
                 complete = []
-                value = interface.parameters[step.grads[0] - len(interface.inputs)]
-                self._add_rows(Rows(value, *step.rows, results[0]))
+                self._add_rows(Rows(graded[0], *step.rows, results[0]))
             del results
             yield complete
 
@@ -432,23 +414,20 @@ class Computation(Generic[T]):
         value = rows.value
         if value in self.partial:
             self.machine.add_rows(rows.gradient, self.partial[value], rows.first, rows.end)
-            parameter = self._parameter_of[value]
+            parameter = self.tables.parameter_of[value]
             shape = local_shape(parameter.shape, parameter.used, self.program.mesh)
             if rows.end == shape[0]:
                 del self.partial[value]
         self.rows.append(rows)
 
-    def _contribute(
-        self, interface: BlockInterface, operands: Sequence[int], gradients: Sequence[T]
-    ) -> list[int]:
+    def _contribute(self, values: Sequence[int], gradients: Sequence[T]) -> list[int]:
         """Add to gradients; the parameters whose gradients are now complete."""
         complete = []
-        for operand, gradient in zip(operands, gradients):
-            value = interface.parameters[operand - len(interface.inputs)]
+        for value, gradient in zip(values, gradients):
             self._add_gradient(value, gradient)
             self.remaining[value] -= 1
             if not self.remaining[value]:
-                self.remaining[value] = self._of_round[value]  # those of the next micro-batch
+                self.remaining[value] = self.tables.contributions[value]  # of the next micro-batch
                 self._own_sums.discard(value)
                 complete.append(value)
         return complete
@@ -460,7 +439,7 @@ class Computation(Generic[T]):
             self.machine.add_to(self.partial[value], gradient)
         elif value in self.partial:
             self._own_sums.add(value)
-            dtype = self._parameter_of[value].reduced_dtype
+            dtype = self.tables.parameter_of[value].reduced_dtype
             self.partial[value] = self.machine.add_in(dtype, self.partial[value], gradient)
         else:
             self.partial[value] = gradient

@@ -10,7 +10,7 @@ messages travel in `autopar.runtime.step.exchange`, and where graphs run in
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
@@ -24,6 +24,7 @@ from autopar.runtime.machine.shared_buffers import combined
 from autopar.runtime.step.computation import Computation
 from autopar.runtime.step.exchange import Exchange
 from autopar.runtime.step.reductions import Gradients, Reductions, Updater
+from autopar.runtime.step.tables import StepTables
 from autopar.schedules.action import RECV_KINDS, SEND_KINDS, Action, Kind
 from autopar.schedules.schedule import DEFAULT_RESOURCE, Resource
 
@@ -105,6 +106,7 @@ class Executor(Generic[T]):
         self.machine = machine
         self.links = links
         self.route = route_of(program, device)
+        self.tables = StepTables(program, self.route)
         self.issues = {(i.action, i.part): i for i in streams_of(program, self.route)}
         self.labels = tuple(encoded(f"action {action}") for action in self.route.actions)
         self.fixed: dict[int, T] = {}
@@ -189,8 +191,7 @@ class Executor(Generic[T]):
         in_steps: bool = False,
     ) -> Computation[T]:
         return Computation(
-            self.program,
-            self.route,
+            self.tables,
             self.machine,
             parameters=parameters,
             buffers=buffers,
@@ -254,8 +255,7 @@ class _Play(Generic[T]):
         self.updater = updater
         self.exchange = Exchange(self.program.pipeline, self.route, executor.links)
         self.reductions = Reductions(
-            self.program,
-            self.route,
+            executor.tables,
             executor.machine,
             executor.links,
             run.partial,
@@ -288,24 +288,30 @@ class _Play(Generic[T]):
     def _issue(self, action: Action) -> None:
         """Run an action, and reduce the gradients that it completes."""
         is_apart = (action, Part.REDUCE) in self.issues
-        with self._on(action, Part.RUN), self._timed(action, Part.RUN):
+        with self._on(action, Part.RUN):
+            num_before = self._begin()
             completed = self._do(action)
             if is_apart:
                 completed = list(completed)
             else:
                 self._reduce(completed)
+            self._end(action, Part.RUN, num_before)
         if is_apart:
-            with self._on(action, Part.REDUCE), self._timed(action, Part.REDUCE):
+            with self._on(action, Part.REDUCE):
+                num_before = self._begin()
                 self._reduce(completed)
+                self._end(action, Part.REDUCE, num_before)
 
-    @contextlib.contextmanager
-    def _timed(self, action: Action, part: Part) -> Iterator[None]:
-        """Note when the stream begins and ends what runs within."""
+    def _begin(self) -> int:
+        """Note when the stream begins what comes; the number of waits so far."""
+        self.start = self.machine.moment()
+        return len(self.machine.waits)
+
+    def _end(self, action: Action, part: Part, num_before: int) -> None:
+        """Note when the stream ends what has come since `_begin`."""
         resource, issue = DEFAULT_RESOURCE[action.kind], self.issues.get((action, part))
         if issue is not None and resource is Resource.MAIN:
             resource = issue.stream
-        self.start, num_before = self.machine.moment(), len(self.machine.waits)
-        yield
         waits = tuple(self.machine.waits[num_before:])
         self.spans.append(ActionSpan(action, resource, self.start, self.machine.moment(), waits))
 
@@ -361,9 +367,10 @@ class _Play(Generic[T]):
 
     def update_early(self, *, is_last: bool = False) -> None:
         """Update what is complete and read no more, if the program updates early."""
-        if self.updater is None or self.program.early is None:
+        reads = self.compute.reads
+        if self.updater is None or reads is None:
             return
-        arrived = self.reductions.arrived(self.compute.reads, is_last=is_last)
+        arrived = self.reductions.arrived(reads, is_last=is_last)
         if arrived:
             self.updater.update_early(arrived, self.compute.loss)
 

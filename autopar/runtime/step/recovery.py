@@ -92,23 +92,17 @@ class Recovery:
 
         If that raises, the graph runs again op by op, which finds the op, unless it communicates.
         """
+        results: Sequence[Tensor]
         if compiled is not None:
             try:
-                results: Sequence[Tensor] = compiled.forward(*arguments)
+                results = compiled.forward(*arguments)
                 return results
             except Exception:
                 if any(node.target in RAW_OPS for node in module.graph.nodes):
                     raise
-        return self._run_op_by_op(module, bound, arguments)
-
-    def _run_op_by_op(
-        self, module: fx.GraphModule, bound: fx.GraphModule, arguments: Sequence[Tensor]
-    ) -> Sequence[Tensor]:
-        walk = self._timed(module, bound)
+        walk = None if self.clock is None else self._timed(self.clock, module, bound)
         try:
-            results: Sequence[Tensor] = (
-                bound.forward(*arguments) if walk is None else walk.walk(arguments)
-            )
+            results = bound.forward(*arguments) if walk is None else walk.walk(arguments)
         except Exception as error:
             known = _variables(type(bound).forward, error) if walk is None else walk.values
             rest = _Rest(module, bound, known)
@@ -126,15 +120,15 @@ class Recovery:
                 raise error from another
         return results
 
-    def _timed(self, module: fx.GraphModule, bound: fx.GraphModule) -> TimedWalk | None:
-        """A run of a graph that the clock times; None without one, and for moves."""
-        if self.clock is None:
-            return None
+    def _timed(
+        self, clock: OpClock, module: fx.GraphModule, bound: fx.GraphModule
+    ) -> TimedWalk | None:
+        """A run of a graph that the clock times; None for moves."""
         _, block, _ = self._call
         kernel = self.program.kernels[self.program.blocks[block].kernel]
         for graph, known in enumerate(timed_graphs(kernel)):
             if known is module:
-                return self.clock.walk(bound, block, graph)
+                return clock.walk(bound, block, graph)
         return None
 
     def _is_move(self, module: fx.GraphModule) -> bool:

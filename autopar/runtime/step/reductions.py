@@ -18,11 +18,11 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from autopar.ir.placement import local_shape
-from autopar.lowering.arrivals import Reads, rounds_in_flight, scattered
-from autopar.lowering.route import Route
-from autopar.lowering.types import ParameterProgram, RankProgram, TensorMeta
+from autopar.lowering.arrivals import Reads
+from autopar.lowering.types import ParameterProgram, TensorMeta
 from autopar.runtime.machine.protocols import Links, Machine
 from autopar.runtime.step.computation import Rows
+from autopar.runtime.step.tables import StepTables
 
 T = TypeVar("T")
 
@@ -71,16 +71,17 @@ class Reductions(Generic[T]):
 
     def __init__(
         self,
-        program: RankProgram,
-        route: Route,
+        tables: StepTables,
         machine: Machine[T],
         links: Links[T],
         partial: dict[int, T],
         *,
         inspect: Callable[[Sequence[T], Sequence[torch.dtype]], None] | None = None,
     ) -> None:
+        program = tables.program
+        self.tables = tables
         self.program = program
-        self.route = route
+        self.route = tables.route
         self.machine = machine
         self.links = links
         self.partial = partial
@@ -90,13 +91,12 @@ class Reductions(Generic[T]):
         self._rounds: list[_Round[T]] = []
         self._to_sum: list[int] = []
         self._ready: dict[int, T] = {}
-        self._shared = {p.value for found in route.summed.values() for p in found}
-        self._parameter_of = {p.value: p for p in program.parameters}
+        self._shared = tables.shared
         self._rows: deque[tuple[tuple[int, int, int], Callable[[], Sequence[T]]]] = deque()
-        self._rounds_left = dict.fromkeys(scattered(program), program.num_microbatches)
+        self._rounds_left = dict.fromkeys(tables.scattered, program.num_microbatches)
         self._sums: dict[int, T] = {}
         self._folded: list[tuple[int, ...]] = []
-        self._num_in_flight = rounds_in_flight(program.device_type, program.mesh.num_devices)
+        self._num_in_flight = tables.num_in_flight
 
     def complete(self, values: Sequence[int]) -> None:
         """Note that these gradients are complete on this device."""
@@ -125,7 +125,7 @@ class Reductions(Generic[T]):
         for devices, parameters in self.route.summed.items():
             if self.route.device in devices:
                 self._sum(devices, parameters)
-        self._shared.clear()
+        self._shared = frozenset()
 
     def take(self, values: Sequence[int]) -> dict[int, T]:
         """Wait for those of these gradients that are complete, and hand them over.
@@ -145,7 +145,7 @@ class Reductions(Generic[T]):
             found = rows.pop(0)
             place, gradient = (found.value, found.first, found.end), found.gradient
             del found
-            parameter = self._parameter_of[place[0]]
+            parameter = self.tables.parameter_of[place[0]]
             if parameter.kernel is None:
                 self._rows.append((place, functools.partial(_held, gradient)))
                 continue
@@ -184,9 +184,9 @@ class Reductions(Generic[T]):
         moved, moves = [], []
         gradients = [self.machine.contiguous(self.partial.pop(value)) for value in values]
         if self._inspect is not None and gradients:
-            self._inspect(gradients, [self._parameter_of[v].reduced_dtype for v in values])
+            self._inspect(gradients, [self.tables.parameter_of[v].reduced_dtype for v in values])
         for value in values:
-            parameter, gradient = self._parameter_of[value], gradients.pop(0)
+            parameter, gradient = self.tables.parameter_of[value], gradients.pop(0)
             if parameter.kernel is None:
                 self._ready[value] = gradient
                 continue
