@@ -122,18 +122,26 @@ class OptionLowering:
             if other.time_s >= cutoff_s:
                 return None
             if asked.update is not None and asked.update.is_early:
-                return updated_early(asked, self.program(other, may_join=False), asked.update)[1]
-            ready[:] = [(recomputation, self.updated(other, asked))]
-            _, found, update = ready[0][1]
-            if update.update.is_early:
-                asked = replace(asked, update=update.update)
+                program = self.program(other, may_join=False)
+                _, found = updated_early(asked, program, asked.update)
+            else:
+                ready[:] = [(recomputation, self.updated(other, asked))]
+                _, found, update = ready[0][1]
+                if update.update.is_early:
+                    asked = replace(asked, update=update.update)
+            self._noted(fullest(found))
             return found
 
         found = recomputer.within_memory(setting.limit, tried)
-        full = Recompute(request=Request.FULL)
-        decided = self._with(plain, recomputer.fixed(full) if found is None else found)
-        fits = found is not None and decided.time_s < cutoff_s
-        decided = replace(decided, trial=max(1, option.trial), is_counted_to_fit=fits)
+        if found is None:
+            found = recomputer.fixed(Recompute(request=Request.FULL))
+            least = tried(found)
+            fits = least is not None and all(map(setting.limit.fits, least))
+        else:
+            fits = self._with(plain, found).time_s < cutoff_s
+        decided = replace(
+            self._with(plain, found), trial=max(1, option.trial), is_counted_to_fit=fits
+        )
         if fits and ready and ready[0][0] is found:
             self._ready = decided, ready[0][1]
         return decided
