@@ -9,7 +9,7 @@ a smaller array.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from autopar.base.closing import Closing
 from autopar.base.errors import InputError, NonFiniteError
+from autopar.frontend.alike import capture_key
 from autopar.frontend.capture import Captured, Step, capture, check_model, split_inputs
 from autopar.frontend.copies import copy_with
 from autopar.frontend.targets import LossFn, find_targets
@@ -86,10 +87,7 @@ class Array(Closing):
         self._nonfinite_leaves = nonfinite_leaves
         self._raises = raises
         self._batches, self.shares_batch = _batches_of(example_inputs, len(members))
-        self._captures = [
-            capture(m.model, inputs, loss_fn=m.loss_fn)
-            for m, inputs in zip(self.members, self._batches)
-        ]
+        self._captures = _captures_of(self.members, self._batches)
         self._steps = [_step_of(m, inputs) for m, inputs in zip(self.members, self._batches)]
         self._states: dict[int, dict[str, Tensor]] = {}
         self._training: dict[int, ModelState] = {}
@@ -271,11 +269,24 @@ class Array(Closing):
 
         Raises InputError for a number that is not in the array.
         """
-        index = self._number(index)
-        if index not in self.active:
-            return Snapshot(state=self._states[index], training=self._training[index])
-        training = self._compiled.model_states()[self.active.index(index)]
-        return Snapshot(state=self._state(index), training=training)
+        return self.snapshots([index])[index]
+
+    def snapshots(self, indices: Iterable[int] | None = None) -> dict[int, Snapshot]:
+        """The snapshots of several models, by default of all, by number; see `snapshot`."""
+        given = range(len(self.members)) if indices is None else indices
+        wanted = [self._number(index) for index in given]
+        found = {
+            i: Snapshot(state=self._states[i], training=self._training[i])
+            for i in wanted if i not in self.active
+        }  # fmt: skip
+        if len(found) < len(set(wanted)):
+            held, training = self._compiled.full_state_dict(), self._compiled.model_states()
+            for place, index in enumerate(self.active):
+                if index in wanted:
+                    rows = rows_of(self.fused.slices[place], held)
+                    state = {name: tensor.clone() for name, tensor in rows.items()}
+                    found[index] = Snapshot(state=state, training=training[place])
+        return {index: found[index] for index in wanted}
 
     def restore(self, snapshots: Mapping[int, Snapshot]) -> None:
         """Set active models to states from `snapshot`, by number.
@@ -409,6 +420,21 @@ def _is_list_of_batches(inputs: Any, num: int) -> bool:
         and len(inputs) == num
         and all(isinstance(b, tuple | Mapping) for b in inputs)
     )
+
+
+def _captures_of(members: Sequence[Member], batches: Sequence[Any]) -> list[Captured]:
+    """The capture of each model; models that differ only in the values of tensors share one."""
+    found: list[Captured] = []
+    known: dict[bytes, Captured] = {}
+    for member, inputs in zip(members, batches):
+        key = capture_key(member.model, member.loss_fn, inputs) if len(members) > 1 else None
+        captured = None if key is None else known.get(key)
+        if captured is None:
+            captured = capture(member.model, inputs, loss_fn=member.loss_fn)
+            if key is not None:
+                known[key] = captured
+        found.append(captured)
+    return found
 
 
 def _batches_of(example_inputs: Any, num: int) -> tuple[list[Any], bool]:

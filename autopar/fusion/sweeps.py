@@ -8,7 +8,7 @@ packed anew, so that the surviving trials fill their arrays; a trial that diverg
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -59,7 +59,7 @@ class TrainedArray(Protocol):
 
     def model(self, index: int) -> nn.Module: ...
 
-    def snapshot(self, index: int) -> Snapshot: ...
+    def snapshots(self, indices: Iterable[int] | None = None) -> dict[int, Snapshot]: ...
 
     def restore(self, snapshots: Mapping[int, Snapshot]) -> None: ...
 
@@ -153,8 +153,10 @@ class _Sweep:
                     break
                 losses.update(zip(training, _step(array, self.batch_of(step))))
                 steps.update((requests[place].number, step + 1) for place in array.active)
+            held = array.snapshots(array.active)
             for place, request in enumerate(requests):
-                self._note(array, place, request, steps[request.number], losses)
+                snapshot = held.get(place)
+                self._note(array, place, request, steps[request.number], losses, snapshot)
         finally:
             array.close()
 
@@ -165,11 +167,12 @@ class _Sweep:
         request: Request,
         num_steps: int,
         losses: Mapping[int, float],
+        snapshot: Snapshot | None,
     ) -> None:
         value, number = math.inf, request.number
         self.snapshots.pop(number, None)
-        if place in array.active:
-            self.snapshots[number] = array.snapshot(place)
+        if snapshot is not None:
+            self.snapshots[number] = snapshot
             if self.evaluate is not None:
                 value = float(self.evaluate(array.model(place)))
             else:
