@@ -19,7 +19,7 @@ OVER = Deadline(-math.inf, 0.0)
 def option_of(time_s: float, estimated_bytes: float) -> Any:
     return SimpleNamespace(
         time_s=time_s, estimated_bytes=estimated_bytes, estimate_key="", is_settled=True, trial=1,
-        is_decided=False,
+        is_decided=False, is_counted_to_fit=None,
     )  # fmt: skip
 
 
@@ -32,7 +32,8 @@ def fit() -> Any:
     """A loop over options that all fit once they are lowered."""
     found: Any = object.__new__(Fit)
     found.heap, found.postponed, found.ratios, found.numbers = [], [], {}, iter(range(99))
-    found.cutoff_s, found.deadline = math.inf, NEVER
+    found.cutoff_s = found.decided_s = math.inf
+    found.deadline = NEVER
     found.num_late, found.max_late = 0, MAX_LATE
     found.setting = SimpleNamespace(budget_bytes=10.0)
     found._lowered = lambda option: SimpleNamespace(option=option)
@@ -92,6 +93,15 @@ def test_after_the_time_limit_what_is_decided_comes_before_what_is_small(fit: An
     assert fit.best().option.time_s == 4.0
 
 
+def test_after_the_time_limit_what_is_counted_to_fit_comes_first(fit: Any) -> None:
+    fit.deadline = OVER
+    for time_s, is_counted_to_fit in ((2.0, False), (4.0, True), (3.0, None)):
+        option = option_of(time_s, 9.0)
+        option.is_decided, option.is_counted_to_fit = True, is_counted_to_fit
+        push(fit, option, fits=is_counted_to_fit is not False)
+    assert fit.best().option.time_s == 4.0
+
+
 def test_after_the_time_limit_the_fastest_with_room_are_tried_and_at_last_the_smallest(
     fit: Any,
 ) -> None:
@@ -145,7 +155,7 @@ def test_an_option_that_is_decided_after_the_time_limit_is_lowered_at_once(
     monkeypatch.setattr("autopar.planning.fit.fullest", lambda memories: memories[0])
     fit.is_open, fit.deadline, fit.max_late = True, OVER, 1
     fit.lowering = SimpleNamespace(
-        decided=lambda option: decided,
+        decided=lambda option, cutoff_s: decided,
         lower=lambda option: ("program", ["memory"], "update"),
         traces_of=lambda candidate: "traces",
     )
