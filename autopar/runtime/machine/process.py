@@ -135,6 +135,13 @@ class ProcessMachine:
             self._streams.note(*tensors)
 
     def run(self, module: fx.GraphModule, arguments: Sequence[Tensor]) -> Sequence[Tensor]:
+        results = self._run(module, arguments)
+        if self.mover is not None:
+            self.mover.after(results)
+        return results
+
+    def _run(self, module: fx.GraphModule, arguments: Sequence[Tensor]) -> Sequence[Tensor]:
+        """As `run`, of a graph that is no operation of its own to a ``mover``."""
         bound = self._bound.get(module)
         if bound is None:
             bound = self._bound[module] = self._bind(module)
@@ -148,8 +155,6 @@ class ProcessMachine:
             results = self.probe.run(module, bound, compiled, arguments)
         else:
             results = (compiled or bound).forward(*arguments)
-        if self.mover is not None:
-            self.mover.after(results)
         return results
 
     def compile(self, program: RankProgram, route: Route) -> list[str]:
@@ -267,7 +272,7 @@ class ProcessMachine:
                 del operand
                 continue
             if call is None or operand.dtype is torch.bool:
-                (result,) = self.run(module, [operand])
+                (result,) = self._run(module, [operand])
                 is_part = result.nbytes < result.untyped_storage().nbytes()
                 results[place] = result.clone() if own_memory and is_part else result
                 del operand, result
