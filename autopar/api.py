@@ -160,12 +160,12 @@ def plan(
       one can save; `autopar.Update` has more options.
     * ``compute``: the cost model of ops; by default an analytical roofline of ``cluster.device``.
       On unequal islands it prices the slowest devices, and rooflines all others.
-    * ``time_limit_s``: seconds of processor time of a search over schedules, stages or
-      micro-batches, with the capture before it: a third of what that leaves, and it leaves at least
-      half, to find options, the rest to lower them until one fits. A whole batch that fits only
-      with less kept has a third of it before. By default 60, and in proportion more on over 4,096
-      devices. What was not tried is in the report. The sharding of each option is
-      searched exactly, or to its own limit.
+    * ``time_limit_s``: seconds of processor time of the capture and a search over schedules, stages
+      or micro-batches. The search has what the capture leaves, but at least half: a third of that
+      to find options, the rest to lower them until one fits. A whole batch that fits only with less
+      kept has a third of it before. By default 60, and in proportion more on over 4,096 devices.
+      What was not tried is in the report. The sharding of each option is searched exactly, or to
+      its own limit.
     * ``progress``: show what is being done; such a search shows the best step so far and, where
       all prices are analytical, its gap to a lower bound.
 

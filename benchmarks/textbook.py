@@ -130,13 +130,13 @@ def plan_case(case: Case) -> dict[str, Any]:
     )
     captured_s = time.process_time() - begun_s
 
-    def planned(options: dict[str, Any], captured_s: float = 0.0) -> dict[str, Any]:
+    def planned(options: dict[str, Any], before_s: float = 0.0) -> dict[str, Any]:
         begun_s = time.process_time()
         given = PlanOptions(precision=precision, **options)
         try:
             plan = make_planned(
                 prepared, cluster, given.space(cluster.num_devices),
-                constraints=given.constraints, begun_s=begun_s - captured_s,
+                constraints=given.constraints, begun_s=begun_s - before_s,
             ).plan  # fmt: skip
         except AutoparError as error:
             return {"impossible": str(error)[:300]}

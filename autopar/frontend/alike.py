@@ -1,4 +1,4 @@
-"""Whether one capture serves several calls: their models differ in nothing but tensors' values.
+"""Keys of captures: calls with one key differ only in the values of tensors, and share a capture.
 
 In: a model, its loss function and example inputs. Out: a key that is equal only for those that give
 the same graph. A graph has the values of no parameters and buffers, so all that a call depends on
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.base.torch_private import pytree
-from autopar.frontend.copies import without_data
+from autopar.frontend.copies import on_meta, without_data
 
 
 def capture_key(model: nn.Module, loss_fn: Any, example_inputs: Any) -> bytes | None:
@@ -24,7 +24,7 @@ def capture_key(model: nn.Module, loss_fn: Any, example_inputs: Any) -> bytes | 
     modules = [each for each in (model, loss_fn) if isinstance(each, nn.Module)]
     try:
         plain = without_data(model, loss_fn)
-        inputs = pytree.tree_map_only(Tensor, _without_values, example_inputs)
+        inputs = pytree.tree_map_only(Tensor, on_meta, example_inputs)
         written = io.BytesIO()
         _Pickler(written).dump((plain, inputs, _memory_of(modules)))
         return hashlib.sha256(written.getvalue()).digest()
@@ -46,13 +46,6 @@ class _Pickler(pickle.Pickler):
 def _bytes_of(tensor: Tensor) -> bytes:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes()
-
-
-def _without_values(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta",
-        requires_grad=tensor.requires_grad,
-    )  # fmt: skip
 
 
 def _memory_of(modules: list[nn.Module]) -> list[tuple[int, int]]:

@@ -17,11 +17,13 @@ from autopar.frontend.checking.failing import first_line
 def without_data(model: nn.Module, loss_fn: Any) -> tuple[nn.Module, Any]:
     """Copies to capture from later, with the same modes and names but no tensor data."""
 
-    def empty(tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
     memo: dict[int, Any] = {}
-    return copy_with(empty, model, memo), copy_with(empty, loss_fn, memo)
+    return copy_with(on_meta, model, memo), copy_with(on_meta, loss_fn, memo)
+
+
+def on_meta(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape and dtype that holds no data."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def copy_with(make: Callable[[Tensor], Tensor], module: Any, memo: dict[int, Any]) -> Any:

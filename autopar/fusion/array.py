@@ -226,8 +226,11 @@ class Array(Closing):
 
     def _state(self, index: int) -> dict[str, Tensor]:
         """A model's tensors, by their names in its graph."""
-        held = self._compiled.full_state_dict()
-        rows = rows_of(self.fused.slices[self.active.index(index)], held)
+        return self._state_of(self.active.index(index), self._compiled.full_state_dict())
+
+    def _state_of(self, place: int, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As `_state`, of the model in a place of the array, from its whole state."""
+        rows = rows_of(self.fused.slices[place], held)
         return {name: tensor.clone() for name, tensor in rows.items()}
 
     def state_dict(self, index: int) -> dict[str, Tensor]:
@@ -269,10 +272,14 @@ class Array(Closing):
 
         Raises InputError for a number that is not in the array.
         """
-        return self.snapshots([index])[index]
+        number = self._number(index)
+        return self.snapshots([number])[number]
 
     def snapshots(self, indices: Iterable[int] | None = None) -> dict[int, Snapshot]:
-        """The snapshots of several models, by default of all, by number; see `snapshot`."""
+        """The snapshots of several models, by default of all, by number; see `snapshot`.
+
+        Raises InputError for a number that is not in the array.
+        """
         given = range(len(self.members)) if indices is None else indices
         wanted = [self._number(index) for index in given]
         found = {
@@ -283,8 +290,7 @@ class Array(Closing):
             held, training = self._compiled.full_state_dict(), self._compiled.model_states()
             for place, index in enumerate(self.active):
                 if index in wanted:
-                    rows = rows_of(self.fused.slices[place], held)
-                    state = {name: tensor.clone() for name, tensor in rows.items()}
+                    state = self._state_of(place, held)
                     found[index] = Snapshot(state=state, training=training[place])
         return {index: found[index] for index in wanted}
 

@@ -35,7 +35,7 @@ def held_at(
     blocks: Sequence[StagedBlock],
     recomputed_stages: Collection[int] = (),
 ) -> Moments:
-    """What ``blocks``, in the order of the program, hold at each moment; others are not counted.
+    """The micro-batches for which ``blocks``, in the order of the program, hold values by moment.
 
     ``others_bytes`` are all bytes of each moment. A schedule's ``recomputed_stages`` keep nothing
     in their first forward pass.

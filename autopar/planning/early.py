@@ -14,7 +14,7 @@ from autopar.ir.update import Update
 from autopar.lowering.early import default_tile_bytes, with_early_update
 from autopar.lowering.pipeline import has_late_updates, has_side_stream
 from autopar.lowering.types import RankProgram
-from autopar.memory.program import ProgramMemory, device_memories, fullest
+from autopar.memory.program import ProgramMemory, fullest
 from autopar.planning.setting import Setting
 from autopar.plans.parts import UpdatePlan
 
@@ -43,11 +43,6 @@ def _may_fit_early(setting: Setting, at_end: ProgramMemory) -> bool:
     return not setting.space.is_open or setting.limit.fits(least)
 
 
-def counted(setting: Setting, program: RankProgram) -> tuple[ProgramMemory, ...]:
-    """The memory of a program on each pipeline device."""
-    return device_memories(program, setting.cluster.device, optimizer=setting.optimizer)
-
-
 def chosen_update(setting: Setting, program: RankProgram, at_end: ProgramMemory) -> Update:
     """The update that is asked for, or what the memory of updates ``at_end`` makes necessary."""
     if setting.update is not None:
@@ -66,13 +61,13 @@ def updated_early(
     """
     tile_bytes = default_tile_bytes(program)
     program = with_early_update(program, update, tile_bytes=tile_bytes, in_steps=in_steps)
-    return program, counted(setting, program)
+    return program, setting.counted(program)
 
 
 def update_plan(
     program: RankProgram, update: Update, memories: Sequence[ProgramMemory], at_end: ProgramMemory
 ) -> UpdatePlan:
-    """What the plan says about the updates of a program."""
+    """The plan of a program's updates, whose memory ``at_end`` of the step was counted too."""
     return UpdatePlan(
         when=update.when,  # type: ignore[arg-type]
         keep_gradients=update.keep_gradients,

@@ -13,8 +13,8 @@ from autopar.ir.recomputation import NOTHING, Recomputation
 from autopar.lowering.program import Traces
 from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram
-from autopar.memory.program import ProgramMemory, fullest, program_memory
-from autopar.planning.early import chosen_update, counted, update_plan, updated_early
+from autopar.memory.program import ProgramMemory, fullest
+from autopar.planning.early import chosen_update, update_plan, updated_early
 from autopar.planning.option import Option
 from autopar.planning.recomputation import Recomputer
 from autopar.planning.recompute_request import Recompute, Request
@@ -56,7 +56,7 @@ class OptionLowering:
         """The program as it is updated, its memory, and what the plan says about its updates."""
         asked = setting.update
         program = self.program(option, may_join=asked is None or not asked.is_early)
-        memories = counted(setting, program)
+        memories = setting.counted(program)
         at_end = fullest(memories)
         update = chosen_update(setting, program, at_end)
         if update.is_early:
@@ -78,10 +78,7 @@ class OptionLowering:
         )
 
     def count(self, program: RankProgram) -> ProgramMemory:
-        setting = self.setting
-        return self._noted(
-            program_memory(program, setting.cluster.device, optimizer=setting.optimizer)
-        )
+        return self._noted(fullest(self.setting.counted(program)))
 
     def _noted(self, memory: ProgramMemory) -> ProgramMemory:
         """Note the memory if it is the smallest so far."""
@@ -133,15 +130,15 @@ class OptionLowering:
             return found
 
         found = recomputer.within_memory(setting.limit, tried)
+        is_last = found is None
         if found is None:
             found = recomputer.fixed(Recompute(request=Request.FULL))
+        decided = self._with(plain, found)
+        fits = decided.time_s < cutoff_s
+        if is_last and fits:
             least = tried(found)
             fits = least is not None and all(map(setting.limit.fits, least))
-        else:
-            fits = self._with(plain, found).time_s < cutoff_s
-        decided = replace(
-            self._with(plain, found), trial=max(1, option.trial), is_counted_to_fit=fits
-        )
+        decided = replace(decided, trial=max(1, option.trial), is_counted_to_fit=fits)
         if fits and ready and ready[0][0] is found:
             self._ready = decided, ready[0][1]
         return decided

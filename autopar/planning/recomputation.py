@@ -49,7 +49,7 @@ MAX_POINTS = 16
 MAX_TRIALS = 6
 """How often the picks are corrected by the count of their program."""
 CAUTION = 1 - 2e-3
-"""The share of the memory that is given up at each correction."""
+"""The share of the room that the first pick may fill; every correction leaves as much less."""
 
 Counted = Callable[[Recomputation], tuple[ProgramMemory, ...] | None]
 """The memory of the strategy's program with a recomputation, on each pipeline device; None if the
@@ -246,6 +246,8 @@ class Recomputer:
         flights, picks = in_flight(self.program), [0] * len(self.blocks)
         for device in range(self.program.pipeline.num_devices):
             mine = self.on(device)
+            if not mine:
+                continue
             once = np.array([[flights[self.blocks[i].stage] for i in mine]])
             none = np.zeros(1, dtype=int)
             moments = Moments(
@@ -274,6 +276,8 @@ class Recomputer:
                 needed, available = limit.tightest(memory)
                 if needed <= available:
                     continue
+                if not self.on(device):
+                    return None
                 moments = self.others(device, memory, points)
                 allowed = factors[device] * memory.peak_bytes * available / needed
                 factors[device] *= CAUTION

@@ -17,7 +17,8 @@ from autopar.ir.graph import Value, ValueKind
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import redistribute
 from autopar.ir.update import Update
-from autopar.memory.program import ProgramMemory
+from autopar.lowering.types import RankProgram
+from autopar.memory.program import ProgramMemory, device_memories
 from autopar.passes.prepare import Cut, Prepared
 from autopar.planning.constraints import Constraint, MemoryBudget
 from autopar.planning.deadline import Deadline
@@ -178,6 +179,10 @@ class Setting:
     def num_passes(self) -> int:
         """How often a step is computed."""
         return 1 if self.update is None else self.update.num_passes
+
+    def counted(self, program: RankProgram) -> tuple[ProgramMemory, ...]:
+        """The memory of a program on each pipeline device."""
+        return device_memories(program, self.cluster.device, optimizer=self.optimizer)
 
     @property
     def limit(self) -> MemoryLimit:

@@ -75,7 +75,7 @@ class Agreement:
         self._counts = mesh.index(communicator.rank, others) == 0
         self._norms: dict[torch.dtype, list[Tensor]] = {}
         # An early update frees gradients; otherwise a rank that is alone looks at all at once.
-        self._waits = self._is_alone and program.early is None
+        self._at_once = self._is_alone and program.early is None
         self._waiting: dict[tuple[torch.dtype, torch.dtype], list[Tensor]] = {}
 
     def begin_step(self) -> None:
@@ -87,7 +87,7 @@ class Agreement:
         """Examine complete gradients of this rank, each of which will be reduced in its dtype."""
         for gradient, dtype in zip(gradients, dtypes, strict=True):
             self._waiting.setdefault((gradient.dtype, dtype), []).append(gradient)
-        if not self._waits:
+        if not self._at_once:
             self._inspect_waiting()
 
     def _inspect_waiting(self) -> None:

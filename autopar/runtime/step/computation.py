@@ -151,23 +151,23 @@ class Computation(Generic[T]):
         positions, blocks = self.route.blocks[stage], self.tables.blocks
         for position, following in itertools.zip_longest(positions, positions[1:]):
             if not self.tables.is_plain:
-                self._fetch(position, blocks[position].parameters)
+                self._fetch(position, blocks[position].interface.parameters)
                 if following is not None:
-                    self._start_fetching(following, blocks[following].parameters)
+                    self._start_fetching(following, blocks[following].interface.parameters)
             self._run_block(position, microbatch, keep)
             for value in self.route.dropped[position]:
                 values.pop(value, None)
             if not self.tables.is_plain:
-                self._release(blocks[position].parameters, self.route.released[position])
+                self._release(blocks[position].interface.parameters, self.route.released[position])
 
     def _run_block(self, position: int, microbatch: int, keep: bool) -> None:
         table, flight = self.tables.blocks[position], self.flights[microbatch]
-        operands = [self.value(microbatch, i) for i in table.inputs]
-        operands += [self._read[i] for i in table.parameters]
+        operands = [self.value(microbatch, i) for i in table.interface.inputs]
+        operands += [self._read[i] for i in table.interface.parameters]
         self.machine.begin(microbatch, position, Phase.FORWARD)
         results = self.machine.run(table.kernel.forward, operands)
         num_outputs = table.kernel.num_outputs
-        flight.values.update(zip(table.outputs, results[:num_outputs]))
+        flight.values.update(zip(table.interface.outputs, results[:num_outputs]))
         if keep:
             flight.records[position] = _Record(
                 operands={i: operands[i] for i in table.kept}, saved=results[num_outputs:]
@@ -348,7 +348,7 @@ class Computation(Generic[T]):
         loss = None if self.program.loss is None else self.program.loss.value
         kernel, taken = table.kernel, []
         for index in kernel.cotangents:
-            value = table.outputs[index]
+            value = table.interface.outputs[index]
             cotangent = flight.cotangents.pop(value, None)
             if value == loss:
                 cotangent = self.machine.filled(kernel.output_metas[index], self.loss_scale)
@@ -400,7 +400,9 @@ class Computation(Generic[T]):
                 continue
             if step is kernel.weight_steps[-1]:
                 arguments.clear()
-            graded = [table.parameters[i - len(table.inputs)] for i in step.grads]
+            graded = [
+                table.interface.parameters[i - len(table.interface.inputs)] for i in step.grads
+            ]
             if step.rows is None:
                 complete = self._contribute(graded, results)
             else:

@@ -1,4 +1,4 @@
-"""What every step of one device reads of its program, found out once.
+"""Tables of a program that every step of one device reads, made once.
 
 In: a program and a device's route through it. Out: for each block the values that it reads and
 makes, and where the arguments of its backward graphs come from; for gradients, how many
@@ -13,7 +13,7 @@ from enum import IntEnum
 
 from autopar.lowering.arrivals import contributions_of_round, rounds_in_flight, scattered
 from autopar.lowering.route import Route
-from autopar.lowering.types import BlockProgram, Kernel, RankProgram
+from autopar.lowering.types import BlockInterface, BlockProgram, Kernel, RankProgram
 
 
 class Origin(IntEnum):
@@ -33,13 +33,11 @@ Argument = tuple[Origin, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTable:
-    """One block: its kernel and values, the ``kept`` positions of its inputs, the arguments of I
+    """One block: its kernel and interface, the ``kept`` positions of its inputs, the arguments of I
     and W, the inputs that I gives gradients of, and the parameters that W does."""
 
     kernel: Kernel
-    inputs: tuple[int, ...]
-    parameters: tuple[int, ...]
-    outputs: tuple[int, ...]
+    interface: BlockInterface
     kept: tuple[int, ...]
     input_arguments: tuple[Argument, ...]
     weight_arguments: tuple[Argument, ...]
@@ -63,9 +61,7 @@ class BlockTable:
 
         return cls(
             kernel=kernel,
-            inputs=interface.inputs,
-            parameters=interface.parameters,
-            outputs=interface.outputs,
+            interface=interface,
             kept=tuple(sorted(activations)),
             input_arguments=arguments(kernel.input_sources),
             weight_arguments=arguments(kernel.weight_sources),
