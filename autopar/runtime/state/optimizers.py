@@ -267,7 +267,12 @@ def update(optimizer: torch.optim.Optimizer) -> None:
             group["fused"] = None
 
 
+_EXACT_IN_KERNELS = (torch.float32, torch.float64)
+
+
 def _may_be_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether a fused kernel gives what eager mode does. In half precision it rounds otherwise, and
+    that of SGD leaves all but the last elements unchanged on CPUs (torch 2.11 to 2.13)."""
     return (
         type(optimizer) in FUSED_KERNELS
         and group["fused"] is None
@@ -275,7 +280,7 @@ def _may_be_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
         and not group["differentiable"]
         and not isinstance(group["lr"], Tensor)  # eager mode rounds differently with one
         and all(
-            p.device.type == "cpu" and p.dtype.is_floating_point and p.is_contiguous()
+            p.device.type == "cpu" and p.dtype in _EXACT_IN_KERNELS and p.is_contiguous()
             for p in group["params"]
         )
     )
