@@ -390,3 +390,19 @@ def test_the_strategy_that_was_meant_is_named():
 def test_a_known_strategy_that_cannot_be_forbidden_is_refused():
     with pytest.raises(ConstraintError, match="known are: data_parallel, zero3, tensor_parallel"):
         Forbid("megatron")
+
+
+def test_an_input_that_nothing_reads_is_planned():
+    """It is a node without a reader: its copies belong to no block's op."""
+
+    class Unread(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 1)
+
+        def forward(self, x, y):
+            return self.layer(x).square().mean()
+
+    batch = torch.randn(8, 6), torch.randn(8)
+    plan = autopar.plan(Unread(), autopar.Cluster.preset("cpu", nodes=1, devices_per_node=2), batch)
+    assert plan.prediction.step_time_s > 0

@@ -56,11 +56,11 @@ def _counts(candidate: Candidate, move: Moved, *, is_scattered: bool) -> tuple[i
 
 
 def _home(candidate: Candidate, value: int, target: int | None, block_of: Mapping[int, str]) -> str:
-    """The block of the op that needs the value; without one, that makes or first reads it."""
+    """The block of the op that needs the value; without one, that makes or first reads it, and the
+    first block for a value that nothing reads."""
     priced = candidate.priced
     if target is not None and priced.nodes[target].kind is NodeKind.OP:
         return block_of[priced.nodes[target].index]
     analysis = priced.pricing.analysis
-    if value in analysis.producers:
-        return block_of[analysis.producers[value][0]]
-    return block_of[analysis.consumers[value][0][0]]
+    near = analysis.producers.get(value) or next(iter(analysis.consumers.get(value, ())), None)
+    return priced.pricing.graph.blocks[0].name if near is None else block_of[near[0]]
