@@ -65,7 +65,8 @@ def test_each_price_is_that_of_the_plan_with_the_combination_fixed(plan: Plan) -
             options = {"schedule": made.build()}
         fixed = autopar.plan(model, CLUSTER, make_batch(0), **options)
         if fixed.graph.block_cuts and not name.endswith("cut inside layers"):
-            assert fixed.prediction.step_time_s < time_s, name  # which has whole layers alone
+            # The other search may have left divided layers out, as they cannot be the fastest.
+            assert fixed.prediction.step_time_s <= time_s, name
         else:
             assert fixed.prediction.step_time_s == pytest.approx(time_s), name
 

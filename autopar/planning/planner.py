@@ -2,10 +2,11 @@
 
 In: a captured model, a cluster, and a `Space`. Out: a plan with its strategy and program. Options
 are searched and simulated (`autopar.planning.schedule_search`), then lowered, fastest first, until
-one fits (`autopar.planning.fit`). Unless the user fixes them, the search is made again over
-micro-batches where the whole batch at once does not fit, or only at a loss of time, and on several
-nodes over pipelines too where communication is exposed. A whole batch that is not estimated to fit
-as it is has a third of the time limit, and more only where nothing else fits.
+one fits (`autopar.planning.fit`). Unless the user fixes them, the whole batch at once comes first.
+The search is made again over micro-batches where it does not fit, or only at a loss of time, and on
+several nodes over pipelines too where communication is exposed; over both in any case where
+``schedule="auto"`` asks for them. A whole batch that is not estimated to fit as it is has a third
+of the time limit, and more only where nothing else fits.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def make_planned(
     optimizer excludes.
     """
     setting = make_setting(
-        captured, cluster, space, constraints=constraints, compute=compute,
+        captured, cluster, space.at_first(cluster), constraints=constraints, compute=compute,
         communication=communication, optimizer=optimizer, device_type=device_type,
         update=update, may_update_early=may_update_early, may_move=may_move, measure=measure,
         time_limit_s=time_limit_s, begun_s=begun_s, progress=progress,
@@ -122,7 +123,7 @@ def make_planned(
             "update='at_end'"
         )
     setting.check_capacity()
-    return _planned(*_fitted(Search(setting).run()))
+    return _planned(*_fitted(setting, space))
 
 
 def make_setting(
@@ -180,11 +181,12 @@ def check_trainable(captured: Captured) -> None:
         )
 
 
-def _fitted(search: Search) -> tuple[Search, Fitted]:
-    """The fastest option that fits, behind its search.
+def _fitted(setting: Setting, asked: Space) -> tuple[Search, Fitted]:
+    """The fastest option that fits in the space ``asked`` for, behind its last search.
 
     Where none does, tensors move to the host if they may.
     """
+    search = _begun(setting, asked)
     setting, space = search.setting, search.space
     fits: list[Fit] = []
     found: list[tuple[Search, Fitted]] = []
@@ -198,7 +200,7 @@ def _fitted(search: Search) -> tuple[Search, Fitted]:
     if not is_last:
         attempt(search, moves=bool(space.offload), deadline=search.deadline if is_tight else None)
     was_cut = space.leaves_microbatches and search.deadline.is_over
-    opened = search if space.is_open else _opened(search, found)
+    opened = search if space.is_open else _opened(search, found, asked)
     if opened is not None and opened is not search:
         attempt(opened, moves=bool(space.offload))
     if opened is not None and (space.is_open or opened.space.has_pipelines):
@@ -213,7 +215,18 @@ def _fitted(search: Search) -> tuple[Search, Fitted]:
         attempt(search, moves=True)
     if not found:
         raise _failure(fits)
-    return min(found, key=lambda each: each[1].option.time_s)
+    best, fitted = min(found, key=lambda each: each[1].option.time_s)
+    return opened or best, fitted
+
+
+def _begun(setting: Setting, asked: Space) -> Search:
+    """The first search: that of the space ``asked`` for if the whole batch at once has no plan."""
+    try:
+        return Search(setting).run()
+    except ConstraintError:
+        if setting.space == asked:
+            raise
+    return Search(setting.opened(asked, has_plan=False)).run()
 
 
 def _fastest_s(found: Sequence[tuple[Search, Fitted]]) -> float:
@@ -244,7 +257,7 @@ def _without_pipeline(
     search: Search, found: Sequence[tuple[Search, Fitted]], *, skips_whole: bool
 ) -> list[tuple[Search, Fitted]]:
     """The fastest plan without a pipeline that fits; none unless an open space has options without
-    one that are faster by estimate than what it ``found``, or had no time for the whole batch.
+    one that are faster by estimate than what it ``found``.
 
     Such options did not fit as they were. The search of an open space shrinks each a few times
     only, that of a single point goes on until a sharding fits. ``skips_whole``: the whole batch at
@@ -260,12 +273,9 @@ def _without_pipeline(
         if each.choice is None and each.time_s < time_s
         if not (skips_whole and each.combination.num_microbatches == 1)
     ]
-    if faster:
-        num = faster[0].num_microbatches
-    elif not skips_whole and _is_untried(search) and search.bound_s < time_s:
-        num = 1
-    else:
+    if not faster:
         return []
+    num = faster[0].num_microbatches
     setting.progress(f"search without a pipeline, {num} micro-batches")
     point = replace(setting, space=replace(space, is_open=False, num_microbatches=num))
     try:
@@ -278,15 +288,10 @@ def _without_pipeline(
     return [(search, fitted)]
 
 
-def _is_untried(search: Search) -> bool:
-    """Whether an open search had no time for the whole batch at once without a pipeline."""
-    is_possible = search.space.is_free and 1 in search.combinations.device_counts()
-    return is_possible and (1, 1) not in search.unrestricted
-
-
-def _opened(search: Search, found: Sequence[tuple[Search, Fitted]]) -> Search | None:
-    """A search over micro-batches, and perhaps pipelines, if what was ``found`` for the whole batch
-    at once leaves something to win by them; see `MIN_LOSS`. None too if the user fixed them."""
+def _opened(search: Search, found: Sequence[tuple[Search, Fitted]], asked: Space) -> Search | None:
+    """A search over micro-batches, and perhaps pipelines, if they were ``asked`` for, or what was
+    ``found`` for the whole batch at once leaves something to win by them; see `MIN_LOSS`. None too
+    if the user fixed them."""
     setting, space = search.setting, search.space
     if not space.leaves_microbatches:
         return None
@@ -297,10 +302,12 @@ def _opened(search: Search, found: Sequence[tuple[Search, Fitted]]) -> Search | 
     is_exposed = parts.communication_s >= MIN_EXPOSED * parts.step_s
     cluster = setting.cluster
     pipes = bool(cluster.islands) or (cluster.num_nodes > 1 and (costs_memory or is_exposed))
-    opened = replace(space, is_open=True, num_stages=None if pipes else 1)
-    counts = opened.microbatch_counts(setting.prepared.analysis.batch_size)
-    if len(counts) == 1 or not (costs_memory or pipes):
-        return None
+    opened = asked
+    if not asked.is_open:
+        opened = replace(space, is_open=True, num_stages=None if pipes else 1)
+        counts = opened.microbatch_counts(setting.prepared.analysis.batch_size)
+        if len(counts) == 1 or not (costs_memory or pipes):
+            return None
     setting.progress(f"search micro-batches{' and pipelines' * pipes}")
     try:
         several = Search(

@@ -8,7 +8,7 @@ and micro-batches are searched too, unless they are fixed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.base.errors import AutoparError, InputError
 from autopar.cost_models import Cluster
@@ -99,6 +99,12 @@ class Space:
         """Whether a plan has one micro-batch only because no number was given."""
         is_plain = not self.is_open and self.pipeline is None
         return is_plain and self.num_microbatches is None
+
+    def at_first(self, cluster: Cluster) -> Space:
+        """The space that is searched first: where it is a plan, the whole batch at once."""
+        if self.is_free and 1 in pipeline_device_counts(cluster, self.mesh):
+            return replace(self, is_open=False)
+        return self
 
     def point(self) -> tuple[int, int]:
         """The numbers of pipeline ranks and micro-batches of a space that is not open."""
