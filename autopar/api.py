@@ -138,8 +138,9 @@ def plan(
       whole as fit the memory. Pipelines always reduce once.
     * ``offload``: with True tensors may move to the host's memory and back in every step where the
       memory needs it, if that is predicted to be faster than recomputation: results that the
-      backward pass reads, parameters that blocks read as they are stored, optimizer states; those
-      whose copies take least (`autopar.movement`). By default only where nothing else fits a GPU.
+      backward pass reads, parameters that blocks read as they are stored, optimizer states,
+      gradients between the micro-batches that contribute to them; those whose copies take least
+      (`autopar.movement`). By default only where nothing else fits a GPU.
     * ``batch_norm``: ``"global"`` trains with the statistics of the whole batch, as one device
       does; ``"local"`` with those of each device's shard and without communication, as
       ``DistributedDataParallel`` does by default; see `autopar.passes.batch_norm`.

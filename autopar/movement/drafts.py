@@ -12,7 +12,7 @@ from autopar.base.torch_private import returns_views
 from autopar.comm.ops import MASK, SHARD
 from autopar.cost_models.allocator import Allocator, Category
 from autopar.movement.counted import CountedAt
-from autopar.movement.execution import OpPlace, ProgramStep, Run
+from autopar.movement.execution import OpPlace, ProgramStep, Run, Sum
 from autopar.movement.lifetimes import Lifetime, StepLifetimes
 
 
@@ -188,8 +188,10 @@ def step_of_drafts(
             )
         )
         place = places[draft.uses[0]]
+        is_gradient = draft.category is Category.GRADIENTS
         is_of_forward = isinstance(place, Run) and place.graph == "F" and not draft.persistent
-        if is_of_forward and draft.result is not None and not draft.leaves:
+        is_announced = is_of_forward or (is_gradient and isinstance(place, Run | Sum))
+        if is_announced and draft.result is not None and not draft.leaves:
             made[name] = draft.result
         if draft.stored is not None:
             stored[name] = draft.stored

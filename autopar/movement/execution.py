@@ -1,9 +1,11 @@
 """Movement plans as a rank executes them: where it meets each operation and each tensor.
 
 The operations of a plan that the runtime announces are the runs of blocks' graphs, the gathers of
-their parameters, and the updates; the others (sums, reductions) happen in between. So a tensor is
-`movable` if it is a result of a block's forward pass, a stored parameter or an optimizer state, and
-announced operations alone use it.
+their parameters, the sums of their gradients, and the updates; the others (sums of activations'
+gradients, reductions) happen in between. So a tensor is `movable` if it is a result of a block's
+forward pass, a stored parameter or an optimizer state, and announced operations alone use it. The
+gradient of a parameter moves between the contributions to it; from the last one on it stays, as
+whoever reduces, inspects, clips or applies it next is not announced.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autopar.base.errors import MovementError
+from autopar.cost_models.allocator import Category
 from autopar.movement.lifetimes import Lifetime, StepLifetimes
 from autopar.movement.plan import MovementPlan
 from autopar.movement.verify import verify
@@ -39,7 +42,13 @@ class Gather(NamedTuple):
     values: tuple[int, ...]
 
 
-OpPlace = Run | Update | Gather | None
+class Sum(NamedTuple):
+    """The addition of one more contribution to the gradient of a parameter."""
+
+    value: int
+
+
+OpPlace = Run | Update | Gather | Sum | None
 """Where the runtime announces an operation; None if it does not."""
 
 PARAMETER = -1
@@ -51,9 +60,9 @@ class ProgramStep:
     """The lifetimes of a program's step, and where the runtime finds them.
 
     ``places`` has one entry for each operation. ``made``: by tensor, its number among the results
-    of the forward graph that its first use runs. ``stored``: by persistent tensor, the parameter
-    and the number of its optimizer state, or `PARAMETER`. Unless the step ``keeps_gradients`` until
-    its end, their updates release them.
+    of its first use, which runs a graph or sums a gradient. ``stored``: by persistent tensor, the
+    parameter and the number of its optimizer state, or `PARAMETER`. Unless the step
+    ``keeps_gradients`` until its end, their updates release them.
     """
 
     step: StepLifetimes
@@ -68,12 +77,17 @@ class ProgramStep:
         return replace(self.step, tensors=tuple(map(self._in_runtime, self.step.tensors)))
 
     def _in_runtime(self, tensor: Lifetime) -> Lifetime:
-        if isinstance(self.places[tensor.last], Update) and not tensor.persistent:
-            last = self.step.num_ops - 1 if self.keeps_gradients else tensor.last
-            return replace(tensor, uses=tuple(sorted({*tensor.uses, last})), movable=False)
         is_known = tensor.name in self.made or tensor.name in self.stored
-        is_met = all(self.places[op] is not None for op in tensor.uses)
-        return replace(tensor, movable=is_known and is_met)
+        is_applied = isinstance(self.places[tensor.last], Update) and not tensor.persistent
+        uses = met = tensor.uses
+        if is_applied or tensor.category == Category.GRADIENTS:
+            last = self.step.num_ops - 1 if is_applied and self.keeps_gradients else tensor.last
+            added = [op for op in uses if isinstance(self.places[op], Run | Sum)]
+            complete = max(added, default=tensor.first)
+            met = tuple(op for op in uses if op <= complete)
+            uses = (*met[:-1], *range(complete, last + 1))
+        is_met = all(self.places[op] is not None for op in met)
+        return replace(tensor, uses=uses, movable=is_known and is_met)
 
     def execution(self, plan: MovementPlan, capacity_bytes: int) -> Movement:
         """The plan with its places in the runtime.
@@ -88,8 +102,8 @@ class ProgramStep:
             if not step.tensors[step.index_of[name]].movable:
                 raise MovementError(
                     f"the plan moves {name}, which the runtime cannot: it moves results of forward "
-                    "passes that stay on the device, parameters as they are stored, and "
-                    "optimizer states"
+                    "passes that stay on the device, parameters as they are stored, optimizer "
+                    "states, and gradients of parameters while contributions to them are missing"
                 )
         return Movement(
             plan=plan,

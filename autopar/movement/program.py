@@ -30,7 +30,7 @@ from autopar.memory.program import moments_of
 from autopar.movement.counted import raised_to_count
 from autopar.movement.coverable import check_coverable
 from autopar.movement.drafts import Drafts, step_of_drafts
-from autopar.movement.execution import PARAMETER, Gather, ProgramStep, Run, Update
+from autopar.movement.execution import PARAMETER, Gather, ProgramStep, Run, Sum, Update
 from autopar.movement.lifetimes import StepLifetimes
 from autopar.schedules.action import Kind
 
@@ -405,15 +405,16 @@ class _Walk(Drafts):
         """Add to a parameter's gradient: a second contribution makes a new tensor, further ones
         are added in place."""
         p, known = self.parameters[value], self.sums.get(value)
+        name, place = f"sum {p.name}", Sum(value)
         if known is None:
             self.sums[value] = new
         elif self.remaining[value] == self.of_round[value] - 1:
-            name = f"{p.name}:gradient"
-            total = self._tensor(name, Category.GRADIENTS, self.bytes[value].summed)
-            self._op(f"sum {p.name}", [known, new], [total], counted_at=counted_at)
+            total = self._tensor(f"{p.name}:gradient", Category.GRADIENTS, self.bytes[value].summed)
+            self.tensors[total].result = 0
+            self._op(name, [known, new], [total], place=place, counted_at=counted_at)
             self.sums[value] = total
         else:
-            self._op(f"sum {p.name}", [known, new], [known], counted_at=counted_at)
+            self._op(name, [known, new], [known], place=place, counted_at=counted_at)
         self.remaining[value] -= 1
 
     def _complete(self, p: ParameterProgram, counted_at: str) -> None:

@@ -151,6 +151,12 @@ class LockstepMachine:
     def begin_gather(self, block: int, values: tuple[int, ...]) -> None:
         pass
 
+    def begin_sum(self, value: int, gradient: Shards, contribution: Shards) -> None:
+        pass
+
+    def end_sum(self, gradient: Shards) -> None:
+        pass
+
     def on(self, issue: Issue) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 

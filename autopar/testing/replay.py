@@ -209,6 +209,12 @@ class ReplayMachine:
     def begin_gather(self, block: int, values: tuple[int, ...]) -> None:
         pass
 
+    def begin_sum(self, value: int, gradient: Cell, contribution: Cell) -> None:
+        pass
+
+    def end_sum(self, gradient: Cell) -> None:
+        pass
+
     def _op(
         self, function: Callable[[list[Shards]], Sequence[Shards]], read: Sequence[Cell], num: int
     ) -> list[Cell]:

@@ -366,6 +366,52 @@ def test_updates_are_early_where_no_movement_at_the_end_fits() -> None:
     assert chosen.offload is not None
 
 
+ACCUMULATED: dict[str, tuple[int, float, dict[str, Any]]] = {
+    "one device": (1, 0.35, {**EARLY, "num_microbatches": 4}),
+    "one device, at the end": (1, 0.45, {**PLAIN, "num_microbatches": 4}),
+    "bf16": (1, 0.3, {**EARLY, "num_microbatches": 4, "precision": "bf16"}),
+    "two passes": (1, 0.35, {**EARLY, **SECOND_PASS, "num_microbatches": 4}),
+    "data parallel": (
+        2, 0.4, {**EARLY, "num_microbatches": 4, "mesh": {"dp": 2},
+                 "constraints": [autopar.Force("data_parallel")]},
+    ),
+    "pipeline": (
+        2, 0.4, {**EARLY, "num_stages": 2, "num_microbatches": 4, "schedule": "1f1b"}
+    ),
+}  # fmt: skip
+"""Plans that accumulate gradients over micro-batches, with the share of their memory that is left
+to them: so little that gradients move."""
+
+
+@pytest.mark.usefixtures("reused_workers")
+@pytest.mark.parametrize("form", ACCUMULATED)
+def test_gradients_move_between_the_micro_batches_that_contribute(
+    form: str, groups: Groups
+) -> None:
+    num_devices, share, options = ACCUMULATED[form]
+    layers = [torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Tanh()) for _ in range(6)]
+    torch.manual_seed(0)
+    model, batch = MeanSquare(torch.nn.Sequential(*layers)), torch.randn(16, 128)
+    given = {
+        "example_inputs": (batch,), "optimizer": adamw, "profile_limit_s": 0,
+        "check_gradients": False, **options,
+    }  # fmt: skip
+    whole = autopar.compile(copy.deepcopy(model), num_devices, **given)
+    expected = [whole.train_step(batch).item() for _ in range(3)]
+    weights = whole.full_state_dict()
+    budget = autopar.MemoryBudget(int(share * needed_bytes(whole)))
+    given["constraints"] = [*options.get("constraints", ()), budget]
+    compiled = autopar.compile(copy.deepcopy(model), num_devices, offload=True, **given)
+    assert compiled.plan.offload is not None
+    away = {t.tensor for p in compiled.plan.offload.plans() for t in p.transfers}
+    assert any(name.endswith(":gradient") for name in away)
+    buffers = num_devices * WHOLE_BYTES if num_devices > 1 else 0
+    groups(num_devices).call("cap_memory", int(NEAR * budget.size_bytes) + buffers)
+    assert [compiled.train_step(batch).item() for _ in range(3)] == expected
+    for name, weight in compiled.full_state_dict().items():
+        assert torch.equal(weight, weights[name]), name
+
+
 @pytest.fixture(scope="module")
 def planned() -> Plan:
     model, batches = gpt2()

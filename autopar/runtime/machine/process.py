@@ -46,7 +46,7 @@ from autopar.lowering.regions import Region, regions_of
 from autopar.lowering.route import Route
 from autopar.lowering.streams import Issue
 from autopar.lowering.types import CompiledGraph, RankProgram, TensorMeta, graphs_of
-from autopar.movement.execution import Gather, Run
+from autopar.movement.execution import Gather, Run, Sum
 from autopar.runtime.machine.apart import apart
 from autopar.runtime.machine.direct_calls import DIRECT
 from autopar.runtime.machine.moments import Moment, moments_of
@@ -192,6 +192,15 @@ class ProcessMachine:
     def begin_gather(self, block: int, values: tuple[int, ...]) -> None:
         if self.mover is not None:
             self.mover.before(Gather(block, values))
+
+    def begin_sum(self, value: int, gradient: Tensor, contribution: Tensor) -> None:
+        if self.mover is not None:
+            self.mover.before(Sum(value))
+            self.mover.check_present([gradient, contribution])
+
+    def end_sum(self, gradient: Tensor) -> None:
+        if self.mover is not None:
+            self.mover.after([gradient])
 
     def release(self, program: RankProgram) -> None:
         """Drop the functions made from a program's graphs."""

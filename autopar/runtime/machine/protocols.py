@@ -48,6 +48,14 @@ class Machine(Protocol[T]):
         """Announce the gathers of parameters for a block, with which `start_moves` begins next."""
         ...
 
+    def begin_sum(self, value: int, gradient: T, contribution: T) -> None:
+        """Announce that a contribution is added to what there is of a parameter's gradient."""
+        ...
+
+    def end_sum(self, gradient: T) -> None:
+        """Announce that the contribution has been added, with the sum."""
+        ...
+
     def on(self, issue: Issue) -> AbstractContextManager[None]:
         """Within: what runs belongs to this issue, on its stream and behind what it waits for.
 

@@ -437,14 +437,18 @@ class Computation(Generic[T]):
     def _add_gradient(self, value: int, gradient: T) -> None:
         """Add to a gradient. The first sum is new memory, as one tensor may be the gradient of two
         parameters, in the dtype of reductions; later contributions are added in place."""
+        known = self.partial.get(value)
+        if known is None:
+            self.partial[value] = gradient
+            return
+        self.machine.begin_sum(value, known, gradient)
         if value in self._own_sums:
-            self.machine.add_to(self.partial[value], gradient)
-        elif value in self.partial:
+            self.machine.add_to(known, gradient)
+        else:
             self._own_sums.add(value)
             dtype = self.tables.parameter_of[value].reduced_dtype
-            self.partial[value] = self.machine.add_in(dtype, self.partial[value], gradient)
-        else:
-            self.partial[value] = gradient
+            self.partial[value] = self.machine.add_in(dtype, known, gradient)
+        self.machine.end_sum(self.partial[value])
 
     def accumulate(self, into: dict[int, T], value: int, gradient: T) -> None:
         into[value] = self.machine.add(into[value], gradient) if value in into else gradient
