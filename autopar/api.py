@@ -25,7 +25,8 @@ from autopar.frontend.autocast import refuse_autocast
 from autopar.frontend.capture import Captured, capture, check_model
 from autopar.frontend.checking.gradients import check_trainable, compare_with_eager
 from autopar.frontend.targets import LossFn
-from autopar.fusion.array import LEAVE, Array, check_array, members_of
+from autopar.fusion.array import Array
+from autopar.fusion.members import LEAVE, check_array, members_of
 from autopar.ir.precision import Precision, check_precision
 from autopar.ir.update import Update, check_update
 from autopar.lowering.program import Traces
@@ -58,6 +59,7 @@ from autopar.runtime.runners.spmd import from_first_rank, is_spmd, rank_device, 
 from autopar.runtime.runners.start import is_own_process
 from autopar.runtime.state.model_options import ArrayOptions
 from autopar.runtime.state.optimizers import MakeOptimizer, optimizer_spec
+from autopar.runtime.step.agreement import check_nonfinite
 from autopar.runtime.step.loss_scale import check_scaled
 from autopar.runtime.workers import fork_server
 from autopar.schedules import Schedule
@@ -354,6 +356,8 @@ def _array(
     """Several models as one; each part of ``own`` is one for all, or a list with one for each."""
     check_array(models, example_inputs, options.keywords)  # type: ignore[attr-defined]
     members = members_of(models, **own)
+    if nonfinite != LEAVE:
+        check_nonfinite(nonfinite, LEAVE)
 
     def start(stacked: nn.Module, captured: Captured, inputs: Any, array: ArrayOptions) -> Compiled:
         made = options(

@@ -9,6 +9,7 @@ a smaller array.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,33 +21,18 @@ from torch import Tensor, nn
 from autopar.base.closing import Closing
 from autopar.base.errors import InputError, NonFiniteError
 from autopar.frontend.alike import capture_key
-from autopar.frontend.capture import Captured, Step, capture, check_model, split_inputs
+from autopar.frontend.capture import Captured, Step, capture, split_inputs
 from autopar.frontend.copies import copy_with
-from autopar.frontend.targets import LossFn, find_targets
+from autopar.frontend.targets import find_targets
 from autopar.fusion.fuse import LOSSES, Fused, fuse
+from autopar.fusion.members import Member, batches_of, has_batches
 from autopar.fusion.stacked import StackedModels, rows_of, state_of
 from autopar.runtime.compiled import Compiled
-from autopar.runtime.options import RunOptions
 from autopar.runtime.profile import Profile
 from autopar.runtime.state.model_optimizers import ModelState
 from autopar.runtime.state.model_options import ArrayOptions, ModelOptions, RowRef
-from autopar.runtime.state.optimizers import MakeOptimizer, MakeScheduler
 from autopar.runtime.state.schedulers import checked_scheduler
 from autopar.runtime.step.array import LOSS, NORM, UPDATED
-
-LEAVE = "leave"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """One model of an array, and how it is trained."""
-
-    model: nn.Module
-    loss_fn: LossFn | None
-    optimizer: MakeOptimizer
-    lr_scheduler: MakeScheduler | None = None
-    max_grad_norm: float | None = None
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +45,9 @@ class Snapshot:
 
 Start: TypeAlias = Callable[[StackedModels, Captured, tuple[Tensor, ...], ArrayOptions], Compiled]
 """Plans, lowers and starts the graph of an array."""
+
+Call: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""The positional and the keyword arguments of a call."""
 
 
 class Array(Closing):
@@ -86,7 +75,7 @@ class Array(Closing):
         self._start = start
         self._nonfinite_leaves = nonfinite_leaves
         self._raises = raises
-        self._batches, self.shares_batch = _batches_of(example_inputs, len(members))
+        self._batches, self.shares_batch = batches_of(example_inputs, len(members))
         self._captures = _captures_of(self.members, self._batches)
         self._steps = [_step_of(m, inputs) for m, inputs in zip(self.members, self._batches)]
         self._states: dict[int, dict[str, Tensor]] = {}
@@ -112,7 +101,7 @@ class Array(Closing):
             [c.signature for c in captures],
             [states[i] for i in active],
         )
-        example = self._tensors([self._batches[i] for i in active])
+        example = self._tensors([split_inputs(self._batches[i]) for i in active])
         return self._start(stacked, self.fused.captured, tuple(example), self._options())
 
     def _options(self) -> ArrayOptions:
@@ -182,27 +171,24 @@ class Array(Closing):
         return losses.to(self.fused.loss_dtype)
 
     def _call_tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        is_own = len(args) == 1 and not kwargs and _is_list_of_batches(args[0], len(self.active))
-        if not is_own:
-            signature = self._captures[self.active[0]].signature
-            tensors = signature.flatten(args, kwargs)
-            if self.shares_batch:
-                return tensors
-            return [t.unsqueeze(0).expand(len(self.active), *t.shape) for t in tensors]
-        if self.shares_batch:
+        num = len(self.active)
+        is_own = len(args) == 1 and not kwargs and has_batches(args[0], num, "the argument")
+        if is_own and self.shares_batch:
             raise InputError(
                 "this array was compiled for one batch that all models share, and is given a list "
                 "of batches; compile it with example_inputs=[batch_0, ..., batch_n], a batch for "
                 "each model, in which case train_step takes both"
             )
-        return self._tensors(args[0])
+        return self._tensors(
+            [split_inputs(batch) for batch in args[0]] if is_own else [(args, kwargs)] * num
+        )
 
-    def _tensors(self, batches: Sequence[Any]) -> list[Tensor]:
-        """The inputs of the array, from a batch for each active model."""
+    def _tensors(self, calls: Sequence[Call]) -> list[Tensor]:
+        """The inputs of the array, from the arguments of a call of each active model."""
         signatures = [self._captures[i].signature for i in self.active]
         if self.shares_batch:
-            return signatures[0].flatten(*split_inputs(batches[0]))
-        flat = [s.flatten(*split_inputs(b)) for s, b in zip(signatures, batches)]
+            return signatures[0].flatten(*calls[0])
+        flat = [s.flatten(*call) for s, call in zip(signatures, calls)]
         return [torch.stack(list(tensors)) for tensors in zip(*flat)]
 
     def leave(self, *numbers: int) -> None:
@@ -239,10 +225,7 @@ class Array(Closing):
         Raises InputError for a number that is not in the array.
         """
         index = self._number(index)
-        state = self._state(index) if index in self.active else self._states[index]
-        aliases = dict(self._captures[index].graph.aliases)
-        own = self.members[index].model.state_dict()
-        return {key: state[aliases.get(key, key)] for key in own if aliases.get(key, key) in state}
+        return self.model(index).state_dict()
 
     def model(self, index: int) -> nn.Module:
         """A copy of a model with its current weights and buffers.
@@ -250,9 +233,12 @@ class Array(Closing):
         Raises InputError for a number that is not in the array.
         """
         index = self._number(index)
-        state = self.state_dict(index)
+        state = self._state(index) if index in self.active else self._states[index]
         model = copy_with(lambda x: x.detach().clone(), self.members[index].model, {})
-        model.load_state_dict(state)
+        with torch.no_grad():
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                if name in state:
+                    tensor.copy_(state[name])
         return model
 
     def optimizer_state_dict(self, index: int) -> dict[str, Any]:
@@ -297,15 +283,17 @@ class Array(Closing):
     def restore(self, snapshots: Mapping[int, Snapshot]) -> None:
         """Set active models to states from `snapshot`, by number.
 
-        Raises InputError for a model that is not active, and for a snapshot of a model with other
-        tensors.
+        Raises InputError for a model that is not active, for a snapshot of a model with other
+        tensors or another kind of optimizer, and for one with another value of a buffer that the
+        array holds once for all models.
         """
         _check_snapshots(snapshots)
         wanted = {self._active_number(index): given for index, given in snapshots.items()}
         held = self._compiled.full_state_dict()
-        training = self._compiled.model_states()
+        training, shared = self._compiled.model_states(), self._shared()
         for index, given in wanted.items():
             place = self.active.index(index)
+            _check_optimizer(index, given.training.optimizer, training[place].optimizer)
             rows = rows_of(self.fused.slices[place], held)
             for name, tensor in rows.items():
                 if name not in given.state or given.state[name].shape != tensor.shape:
@@ -313,10 +301,23 @@ class Array(Closing):
                         f"the snapshot for model {index} has no {name!r} of shape "
                         f"{tuple(tensor.shape)}: it was taken from another kind of model"
                     )
-                tensor.copy_(given.state[name])
+            for part in self.fused.slices[place]:
+                tensor, new = rows[part.target], given.state[part.target]
+                if part.name in shared and not _are_equal(tensor, new):
+                    raise InputError(
+                        f"{part.target!r} in the snapshot for model {index} differs from what this "
+                        "array holds once for all its models, whose values were equal when it was "
+                        "compiled; compile it from models that have the values of the snapshots"
+                    )
+                tensor.copy_(new)
             training[place] = given.training
         self._compiled.load_state_dict(held)
         self._compiled.load_model_states(training)
+
+    def _shared(self) -> set[str]:
+        """The tensors that the array holds once for several models, by name."""
+        once = Counter(s.name for own in self.fused.slices for s in own if s.row is None)
+        return {name for name, num in once.items() if num > 1}
 
     def _active_number(self, index: int) -> int:
         """`_number`, of a model that still trains."""
@@ -408,24 +409,28 @@ def _check_snapshots(given: object) -> None:
         )
 
 
+def _check_optimizer(index: int, given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise InputError for the state of an optimizer with other options."""
+    theirs, ours = ([sorted(group) for group in state["param_groups"]] for state in (given, own))
+    if theirs != ours:
+        raise InputError(
+            f"the snapshot for model {index} is of an optimizer with other options or groups than "
+            f"the one that the array was compiled with: {theirs} instead of {ours}; compile the "
+            "array with the optimizer of the snapshot"
+        )
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether all values are equal, NaN to NaN."""
+    return one.dtype == other.dtype and bool(torch.isclose(one, other, 0, 0, True).all())
+
+
 def _step_of(member: Member, inputs: Any) -> Step:
     args, kwargs = split_inputs(inputs)
     targets = None
     if member.loss_fn is not None:
         targets = find_targets(member.loss_fn, member.model, args, kwargs)
     return Step(member.model, member.loss_fn, targets, with_loss=True)
-
-
-def _is_list_of_batches(inputs: Any, num: int) -> bool:
-    """Whether the input is a list with a batch per model.
-
-    A list of tensors is not: it is the positional arguments of one batch.
-    """
-    return (
-        isinstance(inputs, list)
-        and len(inputs) == num
-        and all(isinstance(b, tuple | Mapping) for b in inputs)
-    )
 
 
 def _captures_of(members: Sequence[Member], batches: Sequence[Any]) -> list[Captured]:
@@ -441,96 +446,3 @@ def _captures_of(members: Sequence[Member], batches: Sequence[Any]) -> list[Capt
                 known[key] = captured
         found.append(captured)
     return found
-
-
-def _batches_of(example_inputs: Any, num: int) -> tuple[list[Any], bool]:
-    """A batch for each model, and whether all models share it."""
-    if _is_list_of_batches(example_inputs, num):
-        return list(example_inputs), False
-    return [example_inputs] * num, True
-
-
-_OF_ARRAYS = frozenset(
-    {
-        "mesh", "constraints", "batch_norm", "plan", "check_gradients", "profile_limit_s",
-        "start_timeout_s", "call_timeout_s", "kernels", "cuda_graphs", "time_limit_s",
-    }
-)  # fmt: skip
-"""Keywords of `autopar.compile` that an array takes as one model does."""
-
-
-def check_array(models: Sequence[Any], example_inputs: Any, keywords: Mapping[str, Any]) -> None:
-    """Raise InputError for what cannot be compiled as an array."""
-    if not models:
-        raise InputError("the list of models is empty; pass at least one torch.nn.Module")
-    for model in models:
-        check_model(model)
-    if len({id(m) for m in models}) < len(models):
-        raise InputError(
-            "the same model is in the list twice: each model of an array has parameters of its "
-            "own; pass copy.deepcopy(model) for the second"
-        )
-    if example_inputs is None:
-        raise InputError(
-            "an array is compiled at once: pass example_inputs=, a batch for all models or a list "
-            "with a batch for each"
-        )
-    for name, given in keywords.items():
-        is_one = type(given) is int and given == 1  # one stage, one micro-batch: as by default
-        if name not in _OF_ARRAYS and not (given is None or given is False or is_one):
-            raise InputError(
-                f"{name}={given!r} is not for an array of models, which has no pipeline, no "
-                "micro-batches, no offloading and no precision but its models' own; leave it out, "
-                "or compile the models one by one"
-            )
-
-
-def members_of(
-    models: Sequence[nn.Module],
-    *,
-    loss_fn: Any,
-    optimizer: Any,
-    lr_scheduler: Any,
-    max_grad_norm: Any,
-    seed: Any,
-) -> list[Member]:
-    """The members of an array; an option given as a list has one entry per model.
-
-    An option that is not a list applies to all models. Raises InputError for lists of another
-    length and for a missing optimizer, and the errors of RunOptions.
-    """
-    num = len(models)
-    default_seed = torch.initial_seed() & (2**63 - 1)
-    columns = {
-        "loss_fn": loss_fn,
-        "optimizer": optimizer,
-        "lr_scheduler": lr_scheduler,
-        "max_grad_norm": max_grad_norm,
-        "seed": seed,
-    }
-    rows = {name: _each(name, given, num) for name, given in columns.items()}
-    members = []
-    for place, model in enumerate(models):
-        given = {name: row[place] for name, row in rows.items()}
-        if given["optimizer"] is None:
-            raise InputError(
-                "the models of an array are compiled to be trained: pass optimizer=, one for all "
-                "or a list with one for each, such as "
-                "[functools.partial(torch.optim.AdamW, lr=lr) for lr in (1e-3, 3e-4)]"
-            )
-        RunOptions(**given)  # refuses what a model alone refuses
-        number = given.pop("seed")
-        seed_ = default_seed if number is None else number & (2**63 - 1)
-        members.append(Member(model=model, seed=seed_, **given))
-    return members
-
-
-def _each(name: str, given: Any, num: int) -> list[Any]:
-    if not isinstance(given, list | tuple):
-        return [given] * num
-    if len(given) != num:
-        raise InputError(
-            f"{name} has {len(given)} entries for {num} models; pass one for all, or a list with "
-            "one for each"
-        )
-    return list(given)

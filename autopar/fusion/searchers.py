@@ -106,7 +106,13 @@ class Searcher(Protocol):
 
 
 def drawn(space: Space, generator: random.Random) -> dict[str, Any]:
-    """One random configuration."""
+    """One random configuration; raises InputError for what is no distribution."""
+    for name, distribution in space.items():
+        if not hasattr(distribution, "draw"):
+            raise InputError(
+                f"the space has {name!r}: {distribution!r}, which is no distribution; write "
+                "Choice([...]), Integers(low=..., high=...) or Uniform(low=..., high=...)"
+            )
     return {name: distribution.draw(generator) for name, distribution in space.items()}
 
 
@@ -117,7 +123,7 @@ class RandomSearch:
     """
 
     def __init__(self, space: Space, *, num_trials: int, num_steps: int, seed: int = 0) -> None:
-        _check_counts(num_trials=num_trials, num_steps=num_steps)
+        check_counts(num_trials=num_trials, num_steps=num_steps)
         generator = random.Random(seed)
         self._rounds = [
             [
@@ -154,7 +160,7 @@ class Hyperband:
     """
 
     def __init__(self, space: Space, *, max_steps: int, eta: int = 3, seed: int = 0) -> None:
-        _check_counts(max_steps=max_steps)
+        check_counts(max_steps=max_steps)
         if eta < 2:
             raise InputError(f"eta is {eta}; it must be at least 2, such as eta=3")
         self._eta = eta
@@ -211,7 +217,8 @@ class Hyperband:
         self._current.values[number] = math.inf if math.isnan(value) else value
 
 
-def _check_counts(**counts: int) -> None:
+def check_counts(**counts: int) -> None:
+    """Raise InputError for a count, by its name, that is no whole number from 1 on."""
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise InputError(f"{name} is {count!r}; it must be a whole number, at least 1")

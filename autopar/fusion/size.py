@@ -18,6 +18,7 @@ from autopar.cost_models import Cluster, ComputeModel
 from autopar.frontend.capture import Captured, capture
 from autopar.frontend.targets import LossFn
 from autopar.fusion.fuse import fuse
+from autopar.fusion.searchers import check_counts
 from autopar.planning.constraints import MemoryBudget
 from autopar.planning.planner import Planned, make_planned
 from autopar.planning.space import space_of
@@ -80,8 +81,15 @@ def largest_array(
     * ``memory_bytes``: a budget for tensors in bytes, below the memory of the device.
     * ``at_most``: the largest number of models tried.
 
-    Raises InputError for a cluster of several devices, and where not even one model fits.
+    Raises InputError for a cluster of several devices, for an ``at_most`` that is no whole number
+    from 1 on, and where not even one model fits.
     """
+    check_counts(at_most=at_most)
+    if not isinstance(cluster, Cluster):
+        raise InputError(
+            f"cluster must be an autopar.Cluster, got {cluster!r}; write "
+            "autopar.Cluster.preset('a100-80', nodes=1, devices_per_node=1) or Cluster.detect(1)"
+        )
     if cluster.num_devices != 1:
         raise InputError(
             f"the cluster has {cluster.num_devices} devices; the largest array is asked for one "

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from autopar.base.errors import InputError
 from autopar.fusion.array import Snapshot
-from autopar.fusion.searchers import Configuration, Request, Searcher
+from autopar.fusion.searchers import Configuration, Request, Searcher, check_counts
 from autopar.runtime.state.optimizers import MakeOptimizer, MakeScheduler
 
 
@@ -40,7 +40,7 @@ class Candidate:
 class Trial:
     """The result of one trial: its configuration, the number of its steps, and its value.
 
-    Lower values are better; a trial that diverged has the value ``inf``.
+    Lower values are better; a trial that diverged, or whose value is NaN, has the value ``inf``.
     """
 
     number: int
@@ -96,10 +96,10 @@ def sweep(
     * ``array_size``: the largest number of trials trained together, such as
       ``autopar.fusion.largest_array(...).largest.num_models``.
 
-    Returns all trials, best first. Raises InputError for an ``array_size`` below 1.
+    Returns all trials, best first. Raises InputError for an ``array_size`` that is no whole number
+    from 1 on, and where ``make`` returns no `Candidate`.
     """
-    if array_size < 1:
-        raise InputError(f"array_size is {array_size}; it must be at least 1")
+    check_counts(array_size=array_size)
     run = _Sweep(make, batch_of, compile, evaluate, array_size)
     while requests := list(searcher.ask()):
         run.train(requests)
@@ -177,6 +177,8 @@ class _Sweep:
                 value = float(self.evaluate(array.model(place)))
             else:
                 value = losses.get(number, self.found[number].value if number in self.found else 0)
+        if math.isnan(value):
+            value = math.inf
         self.found[number] = Trial(
             number=number, configuration=request.configuration, num_steps=num_steps, value=value
         )
@@ -195,19 +197,32 @@ def _packed(
 ) -> Iterator[tuple[list[Request], list[Candidate]]]:
     """Groups of trials that share an array: models alike, and the same steps done and to do.
 
-    Models are compared by their repr and the shapes of their state. Where that misses a difference,
+    Models are compared by their repr and the shapes of their tensors. Where that misses a difference,
     the array computes the differing ops model by model.
     """
     groups: dict[Any, list[tuple[Request, Candidate]]] = {}
     for request in requests:
-        candidate = make(request.configuration)
-        shapes = tuple((k, tuple(v.shape)) for k, v in candidate.model.state_dict().items())
-        key = steps_of(request.number), request.num_steps, repr(candidate.model), shapes
+        candidate = _made(make, request.configuration)
+        model = candidate.model
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        shapes = tuple((name, tuple(tensor.shape)) for name, tensor in tensors)
+        key = steps_of(request.number), request.num_steps, repr(model), shapes
         groups.setdefault(key, []).append((request, candidate))
     for members in groups.values():
         for start in range(0, len(members), array_size):
             chosen = members[start : start + array_size]
             yield [r for r, _ in chosen], [c for _, c in chosen]
+
+
+def _made(make: Callable[[Configuration], Candidate], configuration: Configuration) -> Candidate:
+    candidate = make(configuration)
+    if not isinstance(candidate, Candidate):
+        raise InputError(
+            f"make({dict(configuration)}) returned a {type(candidate).__name__}; return an "
+            "autopar.fusion.Candidate(model=..., optimizer=functools.partial(torch.optim.SGD, "
+            "lr=...))"
+        )
+    return candidate
 
 
 def _compiled(candidates: Sequence[Candidate], compile: CompileArray) -> TrainedArray:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from autopar.base.torch_private import pytree
 from autopar.cost_models import Cluster
 from autopar.frontend.capture import Captured, capture, split_inputs
-from autopar.fusion.array import Array, Member, members_of
+from autopar.fusion.array import Array
+from autopar.fusion.members import Member, members_of
 from autopar.fusion.stacked import StackedModels
 from autopar.ir.mesh import Mesh
 from autopar.lowering.program import lower

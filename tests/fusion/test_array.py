@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.base.errors import InputError, NonFiniteError, OptimizerError
-from autopar.fusion.array import Array, Snapshot, members_of
+from autopar.fusion.array import Array, Snapshot
+from autopar.fusion.members import members_of
 from autopar.runtime.runners.local import LocalRunner
 from autopar.runtime.step.agreement import NonFinite
 from tests.fusion.arrays import Alone, alone_of, array_of, assert_state, check_array, doubled

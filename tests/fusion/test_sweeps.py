@@ -23,7 +23,8 @@ from autopar.fusion import (
     Uniform,
     sweep,
 )
-from autopar.fusion.array import Array, Member
+from autopar.fusion.array import Array
+from autopar.fusion.members import Member
 from autopar.fusion.searchers import Configuration
 from autopar.runtime.step.agreement import NonFinite
 from tests.fusion.arrays import Alone, array_of

@@ -36,15 +36,16 @@ class NonFinite(StrEnum):
     IGNORE = "ignore"
 
 
-def check_nonfinite(value: Any) -> NonFinite:
-    """Parse the option; raises InputError for any other value."""
+def check_nonfinite(value: Any, *others: str) -> NonFinite:
+    """Parse the option; raises InputError for any other value, which names ``others`` too."""
+    known = [*map(str, NonFinite), *others]
     try:
         return NonFinite(value)
     except ValueError as error:
         raise InputError(
-            f"nonfinite is {value!r}; it must be 'raise', 'skip' or 'ignore': what to do with a "
-            "training step whose loss or gradients are not finite"
-            + (did_you_mean(value, list(NonFinite)) if isinstance(value, str) else "")
+            f"nonfinite is {value!r}; it must be {', '.join(map(repr, known[:-1]))} or "
+            f"{known[-1]!r}: what to do with a training step whose loss or gradients are not finite"
+            + (did_you_mean(value, known) if isinstance(value, str) else "")
         ) from error
 
 
