@@ -197,8 +197,8 @@ def _packed(
 ) -> Iterator[tuple[list[Request], list[Candidate]]]:
     """Groups of trials that share an array: models alike, and the same steps done and to do.
 
-    Models are compared by their repr and the shapes of their tensors. Where that misses a difference,
-    the array computes the differing ops model by model.
+    Models are compared by their repr and the shapes of their tensors. Where that misses a
+    difference, the array computes the differing ops model by model.
     """
     groups: dict[Any, list[tuple[Request, Candidate]]] = {}
     for request in requests:
