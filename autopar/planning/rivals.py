@@ -35,8 +35,9 @@ class KnownStrategies:
         self.fitting_bytes: dict[int, float] = {}
 
     def baselines(self, option: Option) -> Baselines:
-        """The known strategies, priced; none for a pipeline, as they have no stages."""
-        if option.choice is not None:
+        """The known strategies, priced; none for a pipeline, as they have no stages, and on one
+        device, where all are one."""
+        if option.choice is not None or self.setting.cluster.num_devices == 1:
             return Baselines(found={}, missing={})
         num = option.combination.num_microbatches
         if num not in self.found:
