@@ -55,9 +55,10 @@ class McmcSolver:
         generator = np.random.default_rng(progress.options.seed)
         for start in range(0, num_steps, _CLOCK_EVERY):
             if not problem.num_nodes or progress.remaining_s <= 0:
-                return
+                break
             draws = generator.random((3, min(_CLOCK_EVERY, num_steps - start)))
             walk.go(start, draws)
+        walk.offer()
 
 
 class _Walk:
@@ -72,12 +73,18 @@ class _Walk:
         progress.offer(self.chain.assignment)
         self.unit_s = self.chain.unit_s()
         self.best_energy = self.chain.energy
+        self.best: list[int] | None = None  # since the last offer
         self.since_better = 0
 
+    def offer(self) -> None:
+        """Offer the best assignment so far."""
+        if self.best is not None:
+            self.progress.offer(self.best)
+            self.best = None
+
     def go(self, start: int, draws: Array) -> None:
-        """Take one step per column of ``draws``, then offer the best assignment."""
+        """Take one step per column of ``draws``."""
         chain, sizes, num_nodes = self.chain, self.sizes, len(self.sizes)
-        found: list[int] | None = None
         for step, (where, what, luck) in enumerate(draws.T.tolist(), start):
             temperature = self.unit_s * _SHARES[step * len(_SHARES) // self.num_steps]
             node = int(where * num_nodes)
@@ -90,12 +97,12 @@ class _Walk:
             if chain.energy < self.best_energy:
                 self.best_energy, self.since_better = chain.energy, 0
                 if chain.fits():
-                    found = list(chain.assignment)
-        if found is not None:
-            self.progress.offer(found)
-        if self.since_better > self.num_steps // 2 and self.progress.assignment:
-            self.chain = Chain(self.problem, self.progress.assignment)
-            self.since_better = 0
+                    self.best = list(chain.assignment)
+        if self.since_better > self.num_steps // 2:
+            self.offer()
+            if self.progress.assignment:
+                self.chain = Chain(self.problem, self.progress.assignment)
+                self.since_better = 0
 
 
 class Chain:

@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from autopar.base.errors import ConstraintError
 from autopar.ir.mesh import Mesh
 from autopar.planning.constraints import narrowed
-from autopar.planning.known import Forces, Masks, Parallelism
+from autopar.planning.known import Forces, Mask, Masks, Parallelism
 from autopar.plans.strategy_names import (
     ALONG_DATA,
     ALONG_TENSORS,
@@ -219,11 +219,16 @@ class _Combinations:
         Raises ConstraintError if one of them does not apply on its axis.
         """
         together: Masks = {}
+        pairs: dict[tuple[int, int], Mask | None] = {}  # alike nodes share their masks
         for axis, kind in enumerate(kinds):
             for node, mask in self._masks(kind, axis).items():
-                both = together[node] & mask if node in together else mask
-                if both.any():
-                    together[node] = both
+                outer = together.get(node)
+                key = id(outer), id(mask)
+                if key not in pairs:
+                    both = mask if outer is None else outer & mask
+                    pairs[key] = both if both.any() else outer
+                if (found := pairs[key]) is not None:
+                    together[node] = found
         return narrowed(self.graph, together)
 
     def _masks(self, kind: Parallelism, axis: int) -> Masks:
