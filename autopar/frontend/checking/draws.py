@@ -1,8 +1,9 @@
 """The same random numbers for a model and its captured graph, whatever the order of their draws.
 
-A model applies dropout by ``bernoulli_``, its graph by ``native_dropout``; an unread draw is absent
-from the graph. Therefore, while a check runs, every draw starts from one seed: all draws between
-two outcomes decide alike, and so do all draws from a range.
+A model applies dropout by ``bernoulli_``, its graph by ``native_dropout``, and that of an array by
+``model_dropout``; an unread draw is absent from the graph. Therefore, while a check runs, every
+draw starts from one seed: all draws between two outcomes decide alike, and so do all draws from a
+range.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from autopar.base.accelerators import default_generator, is_accelerator
 from autopar.base.torch_private import TorchDispatchMode
+from autopar.ir.model_dropout import MODEL_DROPOUT
 
 _ATEN = torch.ops.aten
 _SEED = 20231
@@ -37,6 +39,8 @@ class FixedDraws(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is _ATEN.native_dropout.default:
             return _native_dropout(*args, **kwargs)
+        if func is MODEL_DROPOUT:
+            return _model_dropout(args[0], args[2])
         if func in (_ATEN.bernoulli_.float, _ATEN.bernoulli.p):
             x, p = args[0], args[1] if len(args) > 1 else kwargs.get("p", 0.5)
             drawn = _is_drawn(x, p).to(x.dtype)
@@ -63,6 +67,11 @@ def _native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Te
     kept = _is_drawn(x, 1 - p)
     scale = 0.0 if p == 1 else 1 / (1 - p)
     return x * kept * scale, kept
+
+
+def _model_dropout(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    dropped, kept = zip(*(_native_dropout(row, p, True) for row in x))
+    return torch.stack(dropped), torch.stack(kept)
 
 
 def _uniform(like: Tensor, low: float = 0.0, high: float = 1.0, generator: Any = None) -> Tensor:
