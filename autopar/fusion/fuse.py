@@ -330,8 +330,11 @@ class _Fusion:
             models=row.models,
             ranks=tuple(len(graph.values[v].shape) for v in first.inputs),
             out_ranks=tuple(0 if o is None else len(graph.values[o].shape) for o in first.outputs),
-            draw=self.draws[row.models[0]].get(first.index),
-        )
+            draws=tuple(
+                self.draws[m][op.index] for m, op in zip(row.models, ops)
+                if op.index in self.draws[m]
+            ),
+        )  # fmt: skip
         for name, function in forms_of(call):
             results = function(call)
             if results is not None:

@@ -19,7 +19,7 @@ def _model_dropout_local(
     """Dropout on a shard: shards draw differently, a model's draws are the same on any device."""
     others = context.axes_of(*(d for d in context.space.sizes if d != "m"))
     axes = context.mesh.axes_label(others) if others else ""
-    return context.op.target(*args[:5], axes)
+    return context.op.target(*args[:3], axes)
 
 
 def _mask_bytes(op: Op, output: Value) -> float:
@@ -35,9 +35,9 @@ def _mask_bytes(op: Op, output: Value) -> float:
 def model_dropout_space(
     op: Op, inputs: Sequence[Value], outputs: Sequence[Value | None]
 ) -> Space | None:
-    """``x[m, ...]`` with the numbers of the models, ``[m]``."""
+    """``x[m, ...]`` with the draws of the models, ``[m, 3]``."""
     builder = SpaceBuilder()
     m = builder.dim("m", inputs[0].shape[0])
     rest = builder.dims("d", inputs[0].shape[1:])
-    whole = layout(m, *rest)
-    return builder.build([whole, layout(m)], [whole for _ in outputs], padded=(m, *rest))
+    whole, draws = layout(m, *rest), layout(m, builder.whole(inputs[1].shape[1]))
+    return builder.build([whole, draws], [whole for _ in outputs], padded=(m, *rest))

@@ -51,9 +51,10 @@ class DroppingAttention(nn.Module):
     [
         lambda: [Dropping(0.2), Dropping(0.2)],
         lambda: [Dropping(0.2, 0.3, 0.4)],
+        lambda: [Dropping(0.1, 0.5), Dropping(0.0, 0.5)],
         lambda: [DroppingAttention(0.2), DroppingAttention(0.2)],
     ],
-    ids=["one", "three", "attention"],
+    ids=["one", "three", "another", "attention"],
 )
 def test_a_model_drops_in_an_array_what_it_drops_alone(make: Any) -> None:
     torch.manual_seed(0)

@@ -293,8 +293,8 @@ def native_dropout(draw: Draw, new: New):
 @case("autopar.model_dropout.default")
 def model_dropout(draw: Draw, new: New):
     x = new(*shape_of(draw))
-    models = torch.arange(x.shape[0])
-    return x, models, 0.5, 0, 0, ""
+    draws = torch.arange(x.shape[0] * 3).view(-1, 3)
+    return x, draws, 0.5, ""
 
 
 @case("aten.exponential.default")

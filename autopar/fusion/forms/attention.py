@@ -17,7 +17,7 @@ _ATTENTION = "aten.scaled_dot_product_attention.default"
 @form("rows of all models", _ATTENTION)
 def attention_form(call: Call) -> Results | None:
     """One attention over ``[B n, h, s, d]``, where nothing is dropped."""
-    if call.draw is not None or any(rank != 4 for rank in call.ranks[:3]):
+    if call.draws or any(rank != 4 for rank in call.ranks[:3]):
         return None
     query, key, value = (call.fold(call.at(place, 0), 0) for place in range(3))
     mask = _mask(call)
@@ -51,7 +51,7 @@ def _mask(call: Call) -> Ref | None:
 @form("products, dropout by model", _ATTENTION)
 def dropped_attention_form(call: Call) -> Results | None:
     """``dropout(softmax(q k / sqrt(d) + mask)) v``, as torch computes attention with dropout."""
-    if call.draw is None or call.argument("enable_gqa"):
+    if not call.draws or call.argument("enable_gqa"):
         return None
     query, key, value = (call.at(place, 0) for place in range(3))
     size, width = call.shape(query), call.shape(query)[-1]

@@ -34,7 +34,7 @@ class Call:
     """One op of ``num`` models: ``op`` is that of the first, ``operands`` are those of all.
 
     ``ranks``: the number of dimensions of each operand in a single model; ``out_ranks``: those of
-    the results. ``draw`` is given for random ops.
+    the results. ``draws``: the draw of each model; none for ops that draw nothing.
     """
 
     builder: GraphBuilder
@@ -43,7 +43,7 @@ class Call:
     models: tuple[int, ...]
     ranks: tuple[int, ...]
     out_ranks: tuple[int, ...]
-    draw: Draw | None = None
+    draws: tuple[Draw, ...] = ()
 
     @property
     def num(self) -> int:

@@ -12,19 +12,19 @@ from autopar.ir.model_dropout import MODEL_DROPOUT
 
 def dropped(call: Call, x: Ref, p: float) -> tuple[Ref, Ref]:
     """Dropout of ``x`` model by model, models first: the result, and the mask of kept elements."""
-    assert call.draw is not None
-    models = call.builder.add(
-        ValueKind.CONSTANT, "models", (call.num,), torch.int64, fixed=True,
-        data=torch.tensor(call.models),
+    numbers = [(m, draw.block, draw.place) for m, draw in zip(call.models, call.draws, strict=True)]
+    draws = call.builder.add(
+        ValueKind.CONSTANT, "draws", (call.num, 3), torch.int64, fixed=True,
+        data=torch.tensor(numbers),
     )  # fmt: skip
-    kept, mask = call.emit(MODEL_DROPOUT, x, models, p, call.draw.block, call.draw.place, "")
+    kept, mask = call.emit(MODEL_DROPOUT, x, draws, p, "")
     return kept, mask
 
 
 @form("dropout by model", "aten.native_dropout.default")
 def dropout_form(call: Call) -> Results | None:
     """The dropout of each model with its own seed; dropout with probability 0 returns its input."""
-    if call.draw is None:
+    if not call.draws:
         ones = call.emit(aten.ones_like.default, call.operands[0].ref, dtype=torch.bool)
         return call.operands[0], Operand(ones, call.operands[0].dim)
     kept, mask = dropped(call, call.at(0, 0), call.argument("p"))

@@ -23,5 +23,5 @@ def forms_of(call: Call) -> Iterator[tuple[str, Form]]:
     yield from FORMS.get(call.op.target_name, ())
     if is_pointwise(call):
         yield "element by element", pointwise_form
-    if call.draw is None:
+    if not call.draws:
         yield "vmap", vmap_form

@@ -424,15 +424,15 @@ class ProcessMachine:
         return mask
 
     def _seeded_by_model(
-        self, x: Tensor, models: Tensor, p: float, block: int, place: int, axes: str
+        self, x: Tensor, draws: Tensor, p: float, axes: str
     ) -> tuple[Tensor, Tensor]:
         seeds, rank = self.seeds, self.communicator.rank
         generator = default_generator(self.device)
 
-        def begin(model: int) -> None:
+        def begin(model: int, block: int, place: int) -> None:
             generator.manual_seed(seeds.seed_of_model(model, block, place, axes, rank))
 
-        return rows_dropped(x, models, p, begin)
+        return rows_dropped(x, draws, p, begin)
 
 
 def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
