@@ -19,7 +19,9 @@ from autopar.frontend.reader import is_random
 from autopar.frontend.rewrites.alike_rows import strides_of
 from autopar.ir.blocks import cut_into_blocks
 from autopar.ir.graph import Graph, Op, Ref, Value, ValueKind, map_refs, refs_in, verify
+from autopar.ir.tracing import VIEWS, trace_fx
 
+aten = torch.ops.aten
 _STOPS_GRADIENT = frozenset({"aten.detach.default"})
 
 
@@ -246,12 +248,10 @@ class GraphBuilder:
 def replay(builder: GraphBuilder, function: Callable[..., Any], *operands: Ref) -> Any:
     """Emit the ATen calls of a traced ``function``; None where it holds tensors of its own.
 
-    The result is a `Ref`, or a tuple of them.
+    Calls that write in place become those that do not, and views reshapes, as strides may differ on
+    devices. The result is a `Ref`, or a tuple of them.
     """
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    with builder.mode:
-        module = make_fx(function, tracing_mode="real")(*(builder.fakes[o.index] for o in operands))
+    module = trace_fx(function, builder.mode, *(builder.fakes[o.index] for o in operands))
     if any(node.op == "get_attr" for node in module.graph.nodes):
         return None
     given = iter(operands)
@@ -265,7 +265,8 @@ def replay(builder: GraphBuilder, function: Callable[..., Any], *operands: Ref) 
             known[node] = known[node.args[0]][node.args[1]]
         else:
             args, kwargs = _resolved((tuple(node.args), dict(node.kwargs)), known)
-            known[node] = builder.emit(node.target, *args, **kwargs)
+            target = aten.reshape.default if node.target in VIEWS else node.target
+            known[node] = builder.emit(target, *args, **kwargs)
     return None
 
 

@@ -14,6 +14,9 @@ from autopar.base.torch_private import (
 )
 from autopar.ir.fused_lstm import lstm_layer
 
+VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
+"""Operators that give a tensor another shape, and fail for the strides of some tensors."""
+
 
 @in_turn()
 def trace_fx(function: Any, mode: FakeTensorMode, *arguments: Any) -> Any:
@@ -21,9 +24,10 @@ def trace_fx(function: Any, mode: FakeTensorMode, *arguments: Any) -> Any:
 
     Annotations of ``torch.fx.traceback.annotate`` are kept on the nodes. Where an operator's own
     decomposition writes in place (circular padding does), the trace is functionalized, so that
-    nodes may be reordered and dropped by their results alone. oneDNN's LSTM is recorded as
-    `autopar.ir.fused_lstm.lstm_layer`, and gradients that are zero as ordinary zeros: tensors
-    without storage lose their device where fake ones are added to them.
+    nodes may be reordered and dropped by their results alone; views are reshapes then, as values
+    have other strides. oneDNN's LSTM is recorded as `autopar.ir.fused_lstm.lstm_layer`, and
+    gradients that are zero as ordinary zeros: tensors without storage lose their device where fake
+    ones are added to them.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.traceback import preserve_node_meta
@@ -41,6 +45,7 @@ def trace_fx(function: Any, mode: FakeTensorMode, *arguments: Any) -> Any:
         )
         module = traced(*arguments)
         if _writes(module):
+            _reshape(module)
             interpreter = torch.fx.Interpreter(module)
             functional = torch.func.functionalize(interpreter.run, remove="mutations")
             module = make_fx(functional, tracing_mode="real")(*arguments)
@@ -54,3 +59,10 @@ def _writes(module: torch.fx.GraphModule) -> bool:
         isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
         for node in module.graph.nodes
     )
+
+
+def _reshape(module: torch.fx.GraphModule) -> None:
+    """Turn the views of a graph into reshapes."""
+    for node in module.graph.nodes:
+        if node.target in VIEWS:
+            node.target = torch.ops.aten.reshape.default

@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autopar.base.exclusive import in_turn
 from autopar.base.torch_private import FakeTensorMode
-from autopar.ir.tracing import trace_fx
+from autopar.ir.tracing import VIEWS, trace_fx
 from autopar.lowering.joint import Joint
 from autopar.lowering.op_marks import closing_marks
 from autopar.lowering.types import TensorMeta
@@ -113,7 +113,7 @@ def _clean(module: fx.GraphModule) -> None:
     Merge successive reshapes, and cancel pairs of equal transpositions.
     """
     for node in list(module.graph.nodes):
-        if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+        if node.target in VIEWS:
             node.target = _RESHAPE
         source = node.args[0] if node.op == "call_function" and node.args else None
         if not isinstance(source, fx.Node):

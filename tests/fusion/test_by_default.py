@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from tests.fusion.arrays import check_array
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
@@ -64,3 +66,49 @@ def test_a_model_drops_in_an_array_what_it_drops_alone(make: Any) -> None:
     for losses, model in zip(together, models):
         with compiled(model, (x,)) as alone:
             torch.testing.assert_close(losses, torch.stack([alone.train_step(x) for _ in range(3)]))
+
+
+class Written(nn.Module):
+    """A linear layer of six features, and a loss written as a function of it and of the input."""
+
+    def __init__(self, loss: Callable[[nn.Linear, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.loss = nn.Linear(6, 6), loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(self.layer, x)
+
+
+def weighted_bce(layer: nn.Linear, x: Tensor) -> Tensor:
+    weight = torch.arange(1, 7, dtype=x.dtype)
+    return F.binary_cross_entropy_with_logits(layer(x), (x > 0).to(x.dtype), pos_weight=weight)
+
+
+def column_set(layer: nn.Linear, x: Tensor) -> Tensor:
+    hidden = layer(x) * 1
+    hidden[:, 0] = x[:, 0] * layer.bias.sum()
+    return hidden.square().mean()
+
+
+def rows_set(layer: nn.Linear, x: Tensor) -> Tensor:
+    hidden = layer(x) * 1
+    hidden[1:3] = layer.bias
+    return hidden.square().mean()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        weighted_bce,
+        column_set,
+        rows_set,
+        lambda layer, x: F.hinge_embedding_loss(layer(x), x.sign()),
+        lambda layer, x: layer(x).norm(),
+    ],
+    ids=["weighted_bce", "column_set", "rows_set", "hinge_embedding", "norm"],
+)
+def test_losses_and_gradients_are_those_of_eager(loss: Any) -> None:
+    torch.manual_seed(0)
+    models, x = [Written(loss).double() for _ in range(3)], torch.randn(8, 6).double()
+    with compiled(models, (x,)) as array:
+        check_array(array, [(x,)] * 2)

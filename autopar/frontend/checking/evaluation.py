@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from autopar.ir.graph import Graph, Op, ValueKind, refs_in
+from autopar.ir.tracing import VIEWS
 
 Watch = Callable[[Op, Sequence[Any]], None]
-
-_VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
 
 
 def evaluate(
@@ -62,7 +61,7 @@ def _run(op: Op, operands: list[Tensor], device: torch.device) -> Sequence[Any]:
     args, kwargs = op.bind(operands)
     args, kwargs = _arguments(args, device), {k: _arguments(v, device) for k, v in kwargs.items()}
     # Views become reshapes, as in a lowered program: strides may differ from those at capture.
-    found = args[0].reshape(args[1]) if op.target in _VIEWS else op.target(*args, **kwargs)
+    found = args[0].reshape(args[1]) if op.target in VIEWS else op.target(*args, **kwargs)
     return found if isinstance(found, list | tuple) else [found]
 
 

@@ -12,6 +12,7 @@ from autopar.fusion.forms import (  # noqa: F401 - they register themselves
     losses,
     normalization,
     products,
+    scatter,
 )
 from autopar.fusion.forms.base import FORMS, Call, Form
 from autopar.fusion.forms.generic import vmap_form
