@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from tests.fusion.arrays import check_array
+from autopar.base.errors import StepError
+from tests.fusion.arrays import assert_state, check_array
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
@@ -112,3 +113,28 @@ def test_losses_and_gradients_are_those_of_eager(loss: Any) -> None:
     models, x = [Written(loss).double() for _ in range(3)], torch.randn(8, 6).double()
     with compiled(models, (x,)) as array:
         check_array(array, [(x,)] * 2)
+
+
+class Embedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(5, 4, padding_idx=2), nn.Linear(4, 1)
+
+    def forward(self, index: Tensor, y: Tensor) -> Tensor:
+        return (self.head(self.table(index)).sum(1) - y).square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_an_index_in_the_table_of_another_model_is_refused(dtype: torch.dtype) -> None:
+    models = [Embedding().double() for _ in range(2)]
+    batch = [(torch.randint(5, (8, 3), dtype=dtype), torch.randn(8, 1).double()) for _ in models]
+    with compiled(models, batch) as array:
+        check_array(array, [batch] * 2, own=True)
+        before = [array.state_dict(number) for number in range(2)]
+        for model, index in ((0, 5), (0, 7), (0, -1), (1, -1), (1, -5), (1, 5)):
+            wrong = copy.deepcopy(batch)
+            wrong[model][0][0, 0] = index
+            with pytest.raises(StepError, match="IndexError: index out of range in self"):
+                array.train_step(wrong)
+        for number, state in enumerate(before):
+            assert_state(array.state_dict(number), state, 0)

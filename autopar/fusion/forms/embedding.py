@@ -13,6 +13,8 @@ from autopar.ir.graph import ValueKind
 def embedding_form(call: Call) -> Results | None:
     """``w [B v, h]`` looked up at ``index + v i`` for model i.
 
+    An index that is not in the model's own table becomes one that is in no table, which the
+    operator refuses as it refuses the index of a model alone.
     Each model has its own ``padding_idx`` row, but the operator takes only one such index; so
     gradients of the padding rows are stopped explicitly.
     """
@@ -26,7 +28,10 @@ def embedding_form(call: Call) -> Results | None:
         ValueKind.CONSTANT, "starts", (call.num, *(1,) * (rank - 1)), torch.int64, fixed=True,
         data=(torch.arange(call.num) * num_rows).view(-1, *(1,) * (rank - 1)),
     )  # fmt: skip
+    nearest = call.emit(aten.clamp.default, index, 0, num_rows - 1)
+    is_own = call.emit(aten.eq.Tensor, index, nearest)
     where = call.emit(aten.add.Tensor, index, starts)
+    where = call.emit(aten.where.ScalarOther, is_own, where, call.num * num_rows)
     found = call.emit(aten.embedding.default, call.fold(weight, 0), where)
     padding = call.argument("padding_idx")
     if padding is not None and padding >= 0:
