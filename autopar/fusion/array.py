@@ -110,6 +110,7 @@ class Array(Closing):
             member, capture_ = self.members[index], self._captures[index]
             slices = {part.target: part for part in self.fused.slices[place]}
             by_name = {str(v.target): v for v in capture_.graph.parameters if v.differentiable}
+            reached = capture_.graph.reached
             trained = [by_name[name] for name in state_of(self._steps[index]) if name in by_name]
             models.append(
                 ModelOptions(
@@ -123,6 +124,9 @@ class Array(Closing):
                         if not s.is_parameter
                     ),
                     optimizer=member.optimizer,
+                    without_gradient=frozenset(
+                        place for place, v in enumerate(trained) if v.index not in reached
+                    ),
                     lr_scheduler=checked_scheduler(member.lr_scheduler),
                     max_grad_norm=member.max_grad_norm,
                     seed=member.seed,

@@ -232,6 +232,15 @@ class Graph:
         read = {*self.outputs, self.loss, *(new for _, new in self.mutations), *self.consumers()}
         return tuple(each for each in self.parameters if each.index not in read)
 
+    @property
+    def reached(self) -> frozenset[int]:
+        """The trained parameters that the loss's gradient reaches; eager gives others None."""
+        flows = {self.loss}
+        for op in self.ops:
+            if any(o is not None and self.values[o].differentiable for o in op.outputs):
+                flows.update(op.inputs)
+        return frozenset(p.index for p in self.parameters if p.differentiable and p.index in flows)
+
     def producers(self) -> dict[int, tuple[int, int]]:
         """Producer of each computed value as (op index, output position)."""
         return {

@@ -138,3 +138,33 @@ def test_an_index_in_the_table_of_another_model_is_refused(dtype: torch.dtype) -
                 array.train_step(wrong)
         for number, state in enumerate(before):
             assert_state(array.state_dict(number), state, 0)
+
+
+class Stopped(nn.Module):
+    """Two weights, of which the gradient reaches the first only where it is ``penalized``."""
+
+    def __init__(self, *, penalized: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.ones(6, 1)), nn.Parameter(torch.ones(6, 1))
+        self.penalized = penalized
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = (x @ self.first.detach() + x @ self.second).square().mean()
+        return loss + self.first.square().sum() if self.penalized else loss
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        functools.partial(torch.optim.SGD, lr=0.1, weight_decay=0.5, momentum=0.9),
+        functools.partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5),
+    ],
+    ids=["sgd", "adamw"],
+)
+def test_no_weight_decays_that_the_gradient_of_its_own_model_does_not_reach(optimizer: Any) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 6).double()
+    models = [Stopped(penalized=each).double() for each in (True, False, True)]
+    with compiled(models, (x,), optimizer=optimizer, max_grad_norm=[None, 0.5, 0.5]) as array:
+        check_array(array, [(x,)] * 3)
+        assert list(array.optimizer_state_dict(1)["state"]) == [1]

@@ -103,9 +103,11 @@ class ModelOptimizers:
         """Set the gradients of these models' rows, scaled by the factors of those clipped."""
         parts = {name: self._by_row(name) for name in self.models_of}
         for model, factor in factors.items():
+            without = self.options.models[model].without_gradient
             for place, row in self.rows[model].items():
                 name, local = self._sources[model][place]
-                gradient = parts[name][local] if parts[name] else None
+                has_gradient = parts[name] and place not in without
+                gradient = parts[name][local] if has_gradient else None
                 if gradient is not None and factor is not None:
                     gradient = gradient * factor
                 row.grad = gradient

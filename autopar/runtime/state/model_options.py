@@ -21,11 +21,16 @@ class RowRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """One model: its ``trained`` parameters, in their own order, and its ``buffers``."""
+    """One model: its ``trained`` parameters, in their own order, and its ``buffers``.
+
+    ``without_gradient``: the indices of the trained parameters that the gradient of its loss does
+    not reach, though it may reach the same rows of other models.
+    """
 
     trained: tuple[RowRef, ...]
     buffers: tuple[RowRef, ...]
     optimizer: MakeOptimizer
+    without_gradient: frozenset[int] = frozenset()
     lr_scheduler: MakeScheduler | None = None
     max_grad_norm: float | None = None
     seed: int = 0
