@@ -83,7 +83,9 @@ class Array(Closing):
         self.active: tuple[int, ...] = tuple(range(len(members)))
         self.num_skipped_steps = [0] * len(members)
         self.grad_norms: Tensor | None = None
-        states = [{k: v.detach() for k, v in state_of(s).items()} for s in self._steps]
+        states = [
+            {k: v.detach() for k, v in state_of(m.model, m.loss_fn).items()} for m in self.members
+        ]
         self._compiled = self._made(dict(enumerate(states)))
 
     def __repr__(self) -> str:
@@ -93,13 +95,13 @@ class Array(Closing):
         """Compile the active models, starting from these states."""
         active = self.active
         captures = [self._captures[i] for i in active]
-        models = [self.members[i].model for i in active]
-        self.fused: Fused = fuse(captures, models, shares_batch=self.shares_batch)
+        own = [states[i] for i in active]
+        self.fused: Fused = fuse(captures, own, shares_batch=self.shares_batch)
         stacked = StackedModels(
             self.fused,
             [self._steps[i] for i in active],
             [c.signature for c in captures],
-            [states[i] for i in active],
+            own,
         )
         example = self._tensors([split_inputs(self._batches[i]) for i in active])
         return self._start(stacked, self.fused.captured, tuple(example), self._options())
@@ -111,7 +113,8 @@ class Array(Closing):
             slices = {part.target: part for part in self.fused.slices[place]}
             by_name = {str(v.target): v for v in capture_.graph.parameters if v.differentiable}
             reached = capture_.graph.reached
-            trained = [by_name[name] for name in state_of(self._steps[index]) if name in by_name]
+            names = state_of(member.model, member.loss_fn)
+            trained = [by_name[name] for name in names if name in by_name]
             models.append(
                 ModelOptions(
                     trained=tuple(

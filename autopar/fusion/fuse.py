@@ -11,12 +11,12 @@ model; the losses themselves are written to the buffer `LOSSES` in each step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from autopar.base.errors import InputError
 from autopar.base.exclusive import in_turn
@@ -110,21 +110,26 @@ class Fused:
 
 
 @in_turn()
-def fuse(captures: Sequence[Captured], models: Sequence[nn.Module], *, shares_batch: bool) -> Fused:
+def fuse(
+    captures: Sequence[Captured], states: Sequence[Mapping[str, Tensor]], *, shares_batch: bool
+) -> Fused:
     """Fuse the graphs of several models into one.
 
-    ``models`` supply the data of buffers that are the same for all of them. ``shares_batch``:
-    whether all models read the same inputs. Raises InputError where the models cannot share one
-    graph.
+    ``states``: the tensors of each model and its loss function, by their names in the graph, which
+    tell buffers that are the same for all. ``shares_batch``: whether all models read the same
+    inputs. Raises InputError where the models cannot share one graph.
     """
-    return _Fusion(captures, models, shares_batch).run()
+    return _Fusion(captures, states, shares_batch).run()
 
 
 class _Fusion:
     """One run of the fusion pass."""
 
     def __init__(
-        self, captures: Sequence[Captured], models: Sequence[nn.Module], shares_batch: bool
+        self,
+        captures: Sequence[Captured],
+        states: Sequence[Mapping[str, Tensor]],
+        shares_batch: bool,
     ) -> None:
         self.graphs: list[Graph] = [c.graph for c in captures]
         self.signatures: list[Signature] = [c.signature for c in captures]
@@ -135,7 +140,7 @@ class _Fusion:
         self.done: list[FusedOp] = []
         self.mutated = [{old for old, _ in g.mutations} for g in self.graphs]
         self.draws = [_draws(g) for g in self.graphs]
-        self.data = [dict(m.named_buffers()) for m in models]
+        self.states = states
         self.num = len(captures)
 
     def run(self) -> Fused:
@@ -236,7 +241,7 @@ class _Fusion:
         if values[0].kind is ValueKind.CONSTANT:
             found = [dict(self.graphs[m].constants)[v.name] for m, v in zip(models, values)]
         else:
-            found = [self.data[m][str(v.target)] for m, v in zip(models, values)]
+            found = [self.states[m][str(v.target)] for m, v in zip(models, values)]
         if any(x.is_meta for x in found):
             return False
         return all(torch.equal(x.cpu(), found[0].cpu()) for x in found)

@@ -7,11 +7,11 @@ that its lowered program holds, and the predicted step time of every size tried.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from autopar.base.errors import ConstraintError, InputError
 from autopar.cost_models import Cluster, ComputeModel
@@ -19,6 +19,7 @@ from autopar.frontend.capture import Captured, capture
 from autopar.frontend.targets import LossFn
 from autopar.fusion.fuse import fuse
 from autopar.fusion.searchers import check_counts
+from autopar.fusion.stacked import state_of
 from autopar.planning.constraints import MemoryBudget
 from autopar.planning.planner import Planned, make_planned
 from autopar.planning.space import space_of
@@ -102,7 +103,8 @@ def largest_array(
         make_planned, cluster=cluster, space=space_of(1, num_microbatches=1),
         constraints=constraints, compute=compute, optimizer=spec,
     )  # fmt: skip
-    found = _Search(lambda num: _sized(model, captured, num, plan), at_most).run()
+    state = state_of(model, loss_fn)
+    found = _Search(lambda num: _sized(state, captured, num, plan), at_most).run()
     if not found:
         room = memory_bytes or cluster.usable_memory_bytes
         raise InputError(
@@ -118,10 +120,10 @@ def largest_array(
 
 
 def _sized(
-    model: nn.Module, captured: Captured, num: int, plan: Callable[[Captured], Planned]
+    state: Mapping[str, Tensor], captured: Captured, num: int, plan: Callable[[Captured], Planned]
 ) -> ArraySize | None:
     """The prediction for an array of ``num`` models; None where it does not fit."""
-    array = fuse([captured] * num, [model] * num, shares_batch=True).captured
+    array = fuse([captured] * num, [state] * num, shares_batch=True).captured
     try:
         prediction = plan(array).plan.prediction
     except ConstraintError:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from autopar.frontend.capture import Step
 from autopar.frontend.reader import loss_fn_name
 from autopar.frontend.signature import Signature
+from autopar.frontend.targets import LossFn
 from autopar.fusion.fuse import LOSSES, Fused, Slice
 
 
@@ -108,10 +109,10 @@ def rows_of(slices: Sequence[Slice], held: Mapping[str, Tensor]) -> dict[str, Te
     }
 
 
-def state_of(step: Step) -> dict[str, Tensor]:
+def state_of(model: nn.Module, loss_fn: LossFn | None) -> dict[str, Tensor]:
     """The tensors of a model and its loss function, by their names in the graph."""
     state: dict[str, Tensor] = {}
-    for owner, name_of in ((step.model, str), (step.loss_fn, loss_fn_name)):
+    for owner, name_of in ((model, str), (loss_fn, loss_fn_name)):
         if isinstance(owner, nn.Module):
             for name, tensor in (*owner.named_parameters(), *owner.named_buffers()):
                 state[name_of(name)] = tensor

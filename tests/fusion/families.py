@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autopar.frontend.capture import capture, split_inputs
 from autopar.frontend.checking.evaluation import evaluate
 from autopar.fusion.fuse import LOSSES, Fused, fuse
-from autopar.fusion.stacked import rows_of
+from autopar.fusion.stacked import rows_of, state_of
 from autopar.ir.graph import ValueKind
 from tests.fusion.arrays import doubled
 from tests.models.zoo import MODELS, MORE_MODELS
@@ -20,7 +20,7 @@ from tests.models.zoo import MODELS, MORE_MODELS
 
 def fused_of(models: Sequence[nn.Module], batch: Any, loss_fn: Any = None) -> Fused:
     captures = [capture(m, batch, loss_fn=loss_fn) for m in models]
-    return fuse(captures, models, shares_batch=True)
+    return fuse(captures, [state_of(m, loss_fn) for m in models], shares_batch=True)
 
 
 def variants(name: str, num: int, *, double: bool = True) -> tuple[list[nn.Module], Any]:

@@ -168,3 +168,23 @@ def test_no_weight_decays_that_the_gradient_of_its_own_model_does_not_reach(opti
     with compiled(models, (x,), optimizer=optimizer, max_grad_norm=[None, 0.5, 0.5]) as array:
         check_array(array, [(x,)] * 3)
         assert list(array.optimizer_state_dict(1)["state"]) == [1]
+
+
+def cross_entropy(*weights: float) -> nn.Module:
+    return nn.CrossEntropyLoss(weight=torch.tensor(weights).double())
+
+
+@pytest.mark.parametrize(
+    ("losses", "target"),
+    [
+        (cross_entropy(1, 2, 3), torch.arange(8) % 3),
+        ([cross_entropy(1, 2, 3), cross_entropy(3, 1, 2)], torch.arange(8) % 3),
+        (nn.BCEWithLogitsLoss(pos_weight=torch.tensor([1.0, 2, 3])).double(), torch.eye(8, 3)),
+    ],
+    ids=["shared", "own", "positive"],
+)
+def test_a_loss_function_has_buffers_of_its_own(losses: Any, target: Tensor) -> None:
+    target = target.double() if target.is_floating_point() else target
+    batch = torch.randn(8, 6).double(), target
+    with compiled([nn.Linear(6, 3).double() for _ in range(2)], batch, loss_fn=losses) as array:
+        check_array(array, [batch] * 2)

@@ -57,3 +57,10 @@ def test_no_array_and_no_single_device_are_refused() -> None:
         largest_array(
             wide(), Cluster.detect(1), batch, loss_fn=F.cross_entropy, memory_bytes=10_000
         )
+
+
+def test_a_loss_function_may_have_weights() -> None:
+    cluster = Cluster.preset("t4", nodes=1, devices_per_node=1)
+    loss_fn = nn.CrossEntropyLoss(weight=torch.ones(4).double())
+    found = largest_array(wide(), cluster, batches_of(1)[0], loss_fn=loss_fn, at_most=2)
+    assert found.largest.num_models == 2
