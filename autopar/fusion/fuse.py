@@ -390,7 +390,10 @@ class _Fusion:
         return Captured(graph=graph, signature=signature)
 
     def _mutations(self) -> list[tuple[Ref, Ref]]:
-        """The new value of each buffer of the array, from the new values of its models' buffers."""
+        """The new value of each buffer of the array, from the new values of its models' buffers.
+
+        The row of a model that leaves its buffer as it is stays.
+        """
         following: dict[int, dict[int, Lane]] = {}
         place: dict[int, Lane] = {}
         for model, graph in enumerate(self.graphs):
@@ -406,8 +409,9 @@ class _Fusion:
             if lane.dim is None:
                 found.append((lane.ref, self._picked(by_row[0])))
                 continue
-            joined = self._joined([by_row[row] for row in range(len(by_row))])
-            found.append((lane.ref, self._front(joined, len(by_row))))
+            num = self.builder.shape(lane.ref)[lane.dim]
+            rows = [by_row.get(row, Lane(lane.ref, lane.dim, row)) for row in range(num)]
+            found.append((lane.ref, self._front(self._joined(rows), num)))
         return found
 
     def _front(self, operand: Operand, num: int) -> Ref:

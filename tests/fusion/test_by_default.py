@@ -188,3 +188,27 @@ def test_a_loss_function_has_buffers_of_its_own(losses: Any, target: Tensor) -> 
     batch = torch.randn(8, 6).double(), target
     with compiled([nn.Linear(6, 3).double() for _ in range(2)], batch, loss_fn=losses) as array:
         check_array(array, [batch] * 2)
+
+
+class Shifted(nn.Module):
+    """A layer plus a buffer, which shrinks in each step where it is ``tracked``."""
+
+    def __init__(self, *, tracked: bool) -> None:
+        super().__init__()
+        self.layer, self.tracked = nn.Linear(6, 1), tracked
+        self.register_buffer("shift", torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x) + self.shift
+        if self.tracked:
+            self.shift.mul_(0.9)
+        return hidden.square().mean()
+
+
+@pytest.mark.parametrize(
+    "tracked", [(False, False, True), (True, False, False), (True, True, False)]
+)
+def test_a_buffer_changes_in_the_models_that_change_it(tracked: tuple[bool, ...]) -> None:
+    x = torch.randn(8, 6).double()
+    with compiled([Shifted(tracked=each).double() for each in tracked], (x,)) as array:
+        check_array(array, [(x,)] * 3)
