@@ -6,10 +6,11 @@ into blocks.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from autopar.frontend.rewrites.alike_rows import strides_of
 from autopar.ir.blocks import cut_into_blocks
 from autopar.ir.graph import Graph, Op, Ref, Value, ValueKind, map_refs, refs_in, verify
 from autopar.ir.tracing import VIEWS, trace_fx
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 aten = torch.ops.aten
 _STOPS_GRADIENT = frozenset({"aten.detach.default"})
@@ -125,6 +129,23 @@ class GraphBuilder:
             )
         )
         return refs[0] if single else tuple(refs)
+
+    def attempted(self, function: Callable[[], _T | None]) -> _T | None:
+        """The result of ``function``; where it raises, or has none, nothing that it emitted stays.
+
+        Its errors are logged.
+        """
+        written: tuple[list[Any], ...] = (self.fakes, self._values, self._ops, self._constants)
+        sizes = [len(each) for each in written]
+        result = None
+        try:
+            result = function()
+        except Exception as error:
+            _log.debug("%s: %s: %s", self.origin.name, type(error).__name__, error)
+        if result is None:
+            for each, size in zip(written, sizes):
+                del each[size:]
+        return result
 
     def _value(
         self,

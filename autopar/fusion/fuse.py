@@ -10,6 +10,7 @@ model; the losses themselves are written to the buffer `LOSSES` in each step.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from autopar.frontend.capture import Captured
 from autopar.frontend.signature import Signature, signature_of_tensors
 from autopar.fusion.align import Row, aligned
 from autopar.fusion.builder import GraphBuilder
-from autopar.fusion.forms.base import Call, Draw, Results, aten
+from autopar.fusion.forms.base import Call, Draw, Form, Results, aten
 from autopar.fusion.forms.registry import forms_of
 from autopar.fusion.lanes import Lane, Operand, as_operand
 from autopar.ir.graph import Graph, Op, Ref, Value, ValueKind
@@ -340,11 +341,29 @@ class _Fusion:
                 if op.index in self.draws[m]
             ),
         )  # fmt: skip
-        for name, function in forms_of(call):
+        alone = [None if o is None else graph.values[o] for o in first.outputs]
+
+        def applied(function: Form) -> Results | None:
             results = function(call)
+            return results if results is not None and self._match(results, alone) else None
+
+        for name, function in forms_of(call):
+            results = self.builder.attempted(functools.partial(applied, function))
             if results is not None:
                 return name, results
         return None
+
+    def _match(self, results: Results, alone: Sequence[Value | None]) -> bool:
+        """Whether each result has the shape and dtype of a model's own, beside the models."""
+        return all(
+            value is None or (result is not None and self._matches(result, value))
+            for result, value in zip(results, alone, strict=True)
+        )
+
+    def _matches(self, result: Operand, alone: Value) -> bool:
+        value = self.builder.value(result.ref)
+        own = [size for dim, size in enumerate(value.shape) if dim != result.dim]
+        return (tuple(own), value.dtype) == (alone.shape, alone.dtype)
 
     def _plain(self, op: Op, refs: Sequence[Ref]) -> Results:
         args, kwargs = op.bind(list(refs))

@@ -197,6 +197,7 @@ def variance_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space |
 @register(
     "aten.softmax.int",
     "aten._softmax.default",
+    "aten._safe_softmax.default",
     "aten.log_softmax.int",
     "aten._log_softmax.default",
     keeps=KEEPS_OUTPUT,

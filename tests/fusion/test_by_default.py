@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.base.errors import StepError
+from autopar.fusion.fuse import LOOP
 from tests.fusion.arrays import assert_state, check_array
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -38,14 +39,18 @@ class Dropping(nn.Module):
 
 
 class DroppingAttention(nn.Module):
-    def __init__(self, share: float) -> None:
+    """Attention with dropout, in which row ``hidden`` attends to nothing."""
+
+    def __init__(self, share: float, hidden: int | None = None) -> None:
         super().__init__()
         self.layer, self.share = nn.Linear(6, 6), share
+        shown = torch.arange(4)[:, None].expand(4, 4) != hidden
+        self.register_buffer("mask", None if hidden is None else shown)
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.layer(x).view(2, 4, 2, 3).transpose(1, 2)
         return F.scaled_dot_product_attention(
-            heads, heads, heads, dropout_p=self.share
+            heads, heads, heads, self.mask, dropout_p=self.share
         ).square().mean()  # fmt: skip
 
 
@@ -56,8 +61,9 @@ class DroppingAttention(nn.Module):
         lambda: [Dropping(0.2, 0.3, 0.4)],
         lambda: [Dropping(0.1, 0.5), Dropping(0.0, 0.5)],
         lambda: [DroppingAttention(0.2), DroppingAttention(0.2)],
+        lambda: [DroppingAttention(0.2, hidden=2), DroppingAttention(0.2, hidden=2)],
     ],
-    ids=["one", "three", "another", "attention"],
+    ids=["one", "three", "another", "attention", "masked_attention"],
 )
 def test_a_model_drops_in_an_array_what_it_drops_alone(make: Any) -> None:
     torch.manual_seed(0)
@@ -97,6 +103,31 @@ def rows_set(layer: nn.Linear, x: Tensor) -> Tensor:
     return hidden.square().mean()
 
 
+def one_query(layer: nn.Linear, x: Tensor) -> Tensor:
+    keys = layer(x).view(4, 2, 2, 3)
+    query = layer.weight.view(1, 2, 6, 3)
+    return F.scaled_dot_product_attention(query, keys, keys).square().mean()
+
+
+def promoted(layer: nn.Linear, x: Tensor) -> Tensor:
+    scaled = layer(x).float() * layer.bias.sum()  # float64, but of no dimension
+    return F.linear(scaled, layer.weight.float()).square().mean()
+
+
+class Sign(torch.autograd.Function):
+    """The sign, with the gradient of a function that is linear between -1 and 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return grad * (x.abs() < 1)
+
+
 @pytest.mark.parametrize(
     "loss",
     [
@@ -105,14 +136,23 @@ def rows_set(layer: nn.Linear, x: Tensor) -> Tensor:
         rows_set,
         lambda layer, x: F.hinge_embedding_loss(layer(x), x.sign()),
         lambda layer, x: layer(x).norm(),
+        lambda layer, x: Sign.apply(layer(x)).square().mean() + layer(x).mean(),
+        promoted,
+        lambda layer, x: layer(x).masked_fill(x > 0.5, layer.bias.sum()).square().mean(),
+        lambda layer, x: layer(x).masked_fill(x > 0.5, layer.bias.float().sum()).square().mean(),
+        one_query,
     ],
-    ids=["weighted_bce", "column_set", "rows_set", "hinge_embedding", "norm"],
-)
+    ids=[
+        "weighted_bce", "column_set", "rows_set", "hinge_embedding", "norm", "custom_function",
+        "promotion", "masked_fill", "masked_fill_of_another_dtype", "one_query",
+    ],
+)  # fmt: skip
 def test_losses_and_gradients_are_those_of_eager(loss: Any) -> None:
     torch.manual_seed(0)
     models, x = [Written(loss).double() for _ in range(3)], torch.randn(8, 6).double()
     with compiled(models, (x,)) as array:
-        check_array(array, [(x,)] * 2)
+        check_array(array, [(x,)] * 2, tolerance=1e-6)
+        assert LOOP not in {op.form for op in array.fused.ops}
 
 
 class Embedding(nn.Module):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.base.errors import InputError
+from autopar.fusion.forms.base import FORMS, Call, Form, Results
 from autopar.fusion.fuse import LOOP
 from tests.effort import EXHAUSTIVE
 from tests.fusion.arrays import array_of, check_array
@@ -96,3 +97,22 @@ def test_half_precision_models_stay_in_it() -> None:
     batch = {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()}
     fused = check_step([m.bfloat16() for m in models], batch, tolerance=2e-2)
     assert {v.dtype for v in fused.captured.graph.parameters} == {torch.bfloat16}
+
+
+def failing(call: Call) -> Results | None:
+    raise ValueError("this form cannot compute it")
+
+
+def of_another_shape(call: Call) -> Results | None:
+    return (call.operands[1],)
+
+
+@pytest.mark.parametrize("wrong", [failing, of_another_shape])
+def test_a_form_that_fails_is_left_out(wrong: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    forms = FORMS["aten.linear.default"]
+    monkeypatch.setitem(FORMS, "aten.linear.default", [("wrong", wrong), *forms])
+    models, batch = variants("mlp", 3)
+    fused = check_step(models, batch)
+    assert {op.form for op in fused.ops if op.target == "aten.linear.default"} == {
+        "one product of a shared input", "batched product",
+    }  # fmt: skip

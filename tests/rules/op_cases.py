@@ -485,9 +485,9 @@ def vector_norm(draw: Draw, new: New):
 
 @case(
     "aten.softmax.int", "aten._softmax.default", "aten.log_softmax.int",
-    "aten._log_softmax.default",
+    "aten._log_softmax.default", "aten._safe_softmax.default",
 )  # fmt: skip
 def softmax(draw: Draw, new: New, target: str = ""):
     shape = shape_of(draw)
-    last = (False,) if "._" in target else ()
+    last = (False,) if "._" in target and "safe" not in target else ()
     return (new(*shape), dim_of(draw, shape), *last)

@@ -19,20 +19,24 @@ def attention_form(call: Call) -> Results | None:
     """One attention over ``[B n, h, s, d]``, where nothing is dropped."""
     if call.draws or any(rank != 4 for rank in call.ranks[:3]):
         return None
-    query, key, value = (call.fold(call.at(place, 0), 0) for place in range(3))
+    operands = [call.at(place, 0) for place in range(3)]
+    rows = max(call.shape(x)[1] for x in operands)
+    query, key, value = (call.fold(_with_rows(call, x, rows), 0) for x in operands)
     mask = _mask(call)
     if mask is not None and len(call.shape(mask)) == 5:
-        size = call.shape(mask)
-        rows = call.shape(query)[0] // call.num
-        if size[1] != rows:
-            mask = call.expand(mask, (size[0], rows, *size[2:]))
-        mask = call.fold(mask, 0)
+        mask = call.fold(_with_rows(call, mask, rows), 0)
     out = call.emit(
         aten.scaled_dot_product_attention.default, query, key, value, mask, 0.0,
         call.argument("is_causal"), scale=call.argument("scale"),
         enable_gqa=call.argument("enable_gqa"),
     )  # fmt: skip
     return (Operand(call.unfold(out, 0, call.num), 0),)
+
+
+def _with_rows(call: Call, x: Ref, rows: int) -> Ref:
+    """``[B, n, ...]``, whose one row for each model is repeated if the batch has more."""
+    size = call.shape(x)
+    return x if size[1] == rows else call.expand(x, (size[0], rows, *size[2:]))
 
 
 def _mask(call: Call) -> Ref | None:
@@ -50,7 +54,10 @@ def _mask(call: Call) -> Ref | None:
 
 @form("products, dropout by model", _ATTENTION)
 def dropped_attention_form(call: Call) -> Results | None:
-    """``dropout(softmax(q k / sqrt(d) + mask)) v``, as torch computes attention with dropout."""
+    """``dropout(softmax(q k / sqrt(d) + mask)) v``, as torch computes attention with dropout.
+
+    A row that the mask hides as a whole attends to nothing.
+    """
     if not call.draws or call.argument("enable_gqa"):
         return None
     query, key, value = (call.at(place, 0) for place in range(3))
@@ -74,6 +81,7 @@ def dropped_attention_form(call: Call) -> Results | None:
             scores = call.emit(aten.masked_fill.Scalar, scores, without, -math.inf)
         else:
             scores = call.emit(aten.add.Tensor, scores, mask)
-    shares = call.emit(aten.softmax.int, scores, -1)
+    softmax = aten.softmax.int if place is None else aten._safe_softmax.default
+    shares = call.emit(softmax, scores, -1)
     kept, _ = dropped(call, shares, call.argument("dropout_p"))
     return (Operand(call.emit(aten.matmul.default, kept, value), 0),)

@@ -1,7 +1,8 @@
 """The interface of fused forms: one op of several models becomes ops on stacked values.
 
-A form takes a `Call` and returns where its results lie, or None where it does not apply; then the
-next form is tried, and where none applies the op is computed model by model.
+A form takes a `Call` and returns where its results lie. It does not apply where it returns None,
+raises an error, or has results of another shape or dtype than a model's own; then the next form is
+tried, and where none applies the op is computed model by model.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from autopar.rules.local import call_op
 
 
 def vmap_form(call: Call) -> Results | None:
-    """The operator under ``torch.vmap`` over the models; None where it has no batching rule."""
+    """The operator under ``torch.vmap`` over the models; raises where it has no batching rule."""
 
     def one(*operands: Tensor) -> Any:
         args, kwargs = call.op.bind(list(operands))
@@ -28,12 +28,9 @@ def vmap_form(call: Call) -> Results | None:
     operands = [o.ref for o in call.operands]
     dims = tuple(o.dim for o in call.operands)
     batched = torch.vmap(one, in_dims=dims, out_dims=0)
-    try:
-        with warnings.catch_warnings(), without_vmap_loops():
-            warnings.simplefilter("ignore")
-            result = replay(call.builder, batched, *operands)
-    except (RuntimeError, ValueError, NotImplementedError, TypeError):
-        return None
+    with warnings.catch_warnings(), without_vmap_loops():
+        warnings.simplefilter("ignore")
+        result = replay(call.builder, batched, *operands)
     if result is None:
         return None
     if isinstance(result, Ref):

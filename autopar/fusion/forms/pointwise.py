@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.fusion.forms.base import Call, Results, aten
+from autopar.fusion.forms.base import Call, Results, aten, form
 from autopar.fusion.lanes import Operand
 from autopar.ir.graph import Ref
 
@@ -16,7 +16,6 @@ _ALSO = frozenset(
         "aten.to.dtype",
         "aten.detach.default",
         "aten.masked_fill.Scalar",
-        "aten.masked_fill.Tensor",
         "aten.gelu.default",
         "aten.where.self",
         "aten.zeros_like.default",
@@ -36,19 +35,42 @@ def is_pointwise(call: Call) -> bool:
 
 def pointwise_form(call: Call) -> Results | None:
     """The same operator, with the model dimension where its largest operand has it."""
+    placed = _all_placed(call)
+    if placed is None:
+        return None
+    operands, dim = placed
+    args, kwargs = call.op.bind(operands)
+    kwargs.pop("memory_format", None)
+    return _stacked(call, call.emit(call.op.target, *args, **kwargs), dim)
+
+
+@form("element by element", "aten.masked_fill.Tensor")
+def masked_fill_form(call: Call) -> Results | None:
+    """The models' own numbers where the mask is set; the operator itself takes one number only."""
+    placed = _all_placed(call)
+    if placed is None:
+        return None
+    (x, mask, value), dim = placed
+    dtype = call.builder.value(x).dtype
+    if call.builder.value(value).dtype is not dtype:
+        value = call.emit(aten._to_copy.default, value, dtype=dtype)
+    return _stacked(call, call.emit(aten.where.self, mask, value, x), dim)
+
+
+def _all_placed(call: Call) -> tuple[list[Ref], int] | None:
+    """Operands that broadcast against each other, and their model dimension."""
     rank = call.out_ranks[0]
     full = [o for o, r in zip(call.operands, call.ranks) if o.dim is not None and r == rank]
     dim = full[0].dim if full else 0
     if dim is None or dim > rank or len(call.out_ranks) != 1:
         return None
-    operands = [_placed(call, place, rank, dim) for place in range(len(call.operands))]
-    args, kwargs = call.op.bind(operands)
-    kwargs.pop("memory_format", None)
-    result = call.emit(call.op.target, *args, **kwargs)
-    size = call.shape(result)
-    if len(size) != rank + 1:  # every operand was shared or had fewer dimensions
-        return None
-    return (Operand(result, dim),)
+    return [_placed(call, place, rank, dim) for place in range(len(call.operands))], dim
+
+
+def _stacked(call: Call, made: Ref | tuple[Ref, ...], dim: int) -> Results | None:
+    """The result; None where every operand was shared or had fewer dimensions."""
+    (result,) = (made,) if isinstance(made, Ref) else made
+    return (Operand(result, dim),) if len(call.shape(result)) == call.out_ranks[0] + 1 else None
 
 
 def _placed(call: Call, place: int, rank: int, dim: int) -> Ref:
