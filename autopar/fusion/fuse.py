@@ -30,6 +30,7 @@ from autopar.fusion.forms.registry import forms_of
 from autopar.fusion.lanes import Lane, Operand, as_operand
 from autopar.ir.graph import Graph, Op, Ref, Value, ValueKind
 from autopar.ir.random_ops import draws
+from autopar.ir.tracing import VIEWS
 
 LOSSES = "losses_of_models"
 LOOP = "model by model"
@@ -367,7 +368,7 @@ class _Fusion:
 
     def _plain(self, op: Op, refs: Sequence[Ref]) -> Results:
         args, kwargs = op.bind(list(refs))
-        target = aten.reshape.default if op.target_name == "aten.view.default" else op.target
+        target = aten.reshape.default if op.target in VIEWS else op.target
         made = self.builder.emit(target, *args, **kwargs)
         made = (made,) if isinstance(made, Ref) else made
         return tuple(None if r is None else Operand(r) for r in made)

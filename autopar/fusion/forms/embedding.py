@@ -14,9 +14,9 @@ def embedding_form(call: Call) -> Results | None:
     """``w [B v, h]`` looked up at ``index + v i`` for model i.
 
     An index that is not in the model's own table becomes one that is in no table, which the
-    operator refuses as it refuses the index of a model alone.
-    Each model has its own ``padding_idx`` row, but the operator takes only one such index; so
-    gradients of the padding rows are stopped explicitly.
+    operator refuses as it refuses the index of a model alone. Each model has its own
+    ``padding_idx`` row, but the operator takes only one such index; so gradients of the padding
+    rows are stopped explicitly.
     """
     if call.argument("scale_grad_by_freq"):
         return None

@@ -13,6 +13,7 @@ from autopar.fusion.builder import replay
 from autopar.fusion.forms.base import Call, Results, aten
 from autopar.fusion.lanes import Operand
 from autopar.ir.graph import Ref
+from autopar.ir.tracing import VIEWS
 from autopar.rules.local import call_op
 
 
@@ -21,7 +22,7 @@ def vmap_form(call: Call) -> Results | None:
 
     def one(*operands: Tensor) -> Any:
         args, kwargs = call.op.bind(list(operands))
-        if call.op.target_name == "aten.view.default":  # stacked values have other strides
+        if call.op.target in VIEWS:  # stacked values have other strides
             return aten.reshape.default(*args)
         return call_op(call.op, args, kwargs)
 
