@@ -28,7 +28,7 @@ from autopar.lowering.types import RankProgram
 from autopar.passes.batch_norm import with_batch_norm
 from autopar.passes.prepare import prepare
 from autopar.schedules import Schedule
-from autopar.sharding.strategy import Analysis, Strategy
+from autopar.sharding.strategy import Analysis, Strategy, unsplit
 from tests.models.zoo import build, optimizer_of
 from tests.oracles import (
     NUM_STEPS,
@@ -117,11 +117,18 @@ class Case:
 
     def strategy(self, num_microbatches: int, mesh: Mesh, seed: int) -> Strategy:
         """Drawn; batch norm has the statistics of each micro-batch."""
+        analysis = self._cut(num_microbatches)
+        return Strategy(analysis, random_assignment(analysis, mesh, seed))
+
+    def unsplit(self, num_microbatches: int) -> Strategy:
+        """As `strategy`, of a single device, on which nothing is split."""
+        return unsplit(self._cut(num_microbatches))
+
+    def _cut(self, num_microbatches: int) -> Analysis:
         captured = self.captured
         if num_microbatches > 1:
             captured = with_batch_norm(captured, "local")
-        analysis = prepare(captured).cut(num_microbatches, self.block_cuts)[1]
-        return Strategy(analysis, random_assignment(analysis, mesh, seed))
+        return prepare(captured).cut(num_microbatches, self.block_cuts)[1]
 
     @functools.cache  # noqa: B019
     def lowered(
