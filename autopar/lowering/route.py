@@ -37,7 +37,7 @@ class Route:
       that no earlier block of its stage does;
     * ``readings``: how often blocks read each parameter in a step, forward and backward;
     * ``crossing``: per stage the values that it sends to the next; ``finished``: those that leave
-      the program from it;
+      the program from it; ``handed_out``: those that leave a forward program, at its end;
     * ``updated``: per stage the buffers whose next value it computes; ``copied``: those whose next
       value no stage computes; ``loss_stage``: the stage that computes the loss; ``num_losses``: the
       number of micro-batches whose loss this device computes;
@@ -63,6 +63,7 @@ class Route:
     readings: Counter[int]
     crossing: dict[int, frozenset[int]]
     finished: dict[int, tuple[int, ...]]
+    handed_out: frozenset[int]
     updated: dict[int, tuple[BufferProgram, ...]]
     copied: tuple[BufferProgram, ...]
     loss_stage: int
@@ -108,7 +109,7 @@ class _Routes:
         self.dropped: dict[int, tuple[int, ...]] = {}
         self.released: dict[int, tuple[int, ...]] = {}
         for stage, positions in self.blocks.items():
-            kept = ends.crossing[stage].union(ends.finished[stage])
+            kept = ends.crossing[stage].union(ends.finished[stage], ends.handed_out)
             _note_last_uses(program, positions, kept, self.dropped, self.released)
         self.read_back = {i: read_back(program, block) for i, block in enumerate(program.blocks)}
         self.released_back: dict[int, tuple[int, ...]] = {}
@@ -140,6 +141,7 @@ class _Routes:
             readings=self._readings(self.orders[device]),
             crossing=ends.crossing,
             finished=ends.finished,
+            handed_out=ends.handed_out,
             updated=ends.updated,
             copied=ends.copied,
             loss_stage=ends.loss_stage,
@@ -186,6 +188,7 @@ class _Ends:
 
     crossing: dict[int, frozenset[int]]
     finished: dict[int, tuple[int, ...]]
+    handed_out: frozenset[int]
     updated: dict[int, tuple[BufferProgram, ...]]
     copied: tuple[BufferProgram, ...]
     loss_stage: int
@@ -211,12 +214,22 @@ class _Ends:
             finished={
                 s: tuple(v for v in dict.fromkeys(wanted) if made_in.get(v) == s) for s in stages
             },
+            handed_out=_handed_out(program),
             updated={s: tuple(b for b in updates if stage_of[b.value] == s) for s in stages},
             copied=tuple(b for b in updates if stage_of[b.value] == NO_STAGE),
             loss_stage=NO_STAGE
             if program.loss is None
             else made_in.get(program.loss.value, NO_STAGE),
         )
+
+
+def _handed_out(program: RankProgram) -> frozenset[int]:
+    """The values that a forward program hands out at its end: its outputs and its loss."""
+    actions = (entry.action for steps in program.pipeline.schedule.devices for entry in steps)
+    if any(action.kind in _BACKWARD_KINDS for action in actions):
+        return frozenset()
+    losses = () if program.loss is None else (program.loss,)
+    return frozenset(output.value for output in (*program.outputs, *losses))
 
 
 def _note_last_uses(

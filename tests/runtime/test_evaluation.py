@@ -409,3 +409,48 @@ def test_calls_that_cannot_be(call: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         call(compiled, batch)
     torch.testing.assert_close(compiled(**batch), model.eval()(**batch).detach())
+
+
+class EarlyLoss(nn.Module):
+    """Returns a loss that is computed early, and is read again at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        early = None
+        for layer in self.layers:
+            x = x + layer(x)
+            if early is None:
+                early = nn.functional.cross_entropy(self.head(x), y)
+        assert early is not None
+        return {"loss": early + x.square().mean(), "early": early, "late": x}
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 4])
+@pytest.mark.parametrize("schedule", ["zb_v", "v_half", "interleaved", "1f1b"])
+def test_pipelines_hand_out_what_later_stages_read_too(
+    schedule: str, num_microbatches: int
+) -> None:
+    """A value may come back to the device that made it, and is dropped there by the later stage."""
+    torch.manual_seed(0)
+    reference = EarlyLoss().double()
+    batch = torch.randn(8, 8, dtype=torch.float64), torch.randint(3, (8,))
+    num_stages = 2 if schedule == "1f1b" else 4
+    optimizer = sgd(reference.parameters())
+    with autopar.compile(
+        copy.deepcopy(reference), 2, batch, optimizer=sgd, schedule=schedule,
+        num_stages=num_stages, num_microbatches=num_microbatches, profile_limit_s=0,
+    ) as compiled:  # fmt: skip
+        for _ in range(2):
+            optimizer.zero_grad()
+            reference(*batch)["loss"].backward()
+            optimizer.step()
+            compiled.train_step(*batch)
+        with torch.no_grad():
+            expected = reference(*batch)
+            assert_equal_outputs(compiled(*batch), expected)
+            compiled.eval()
+            assert_equal_outputs(compiled(*batch), expected)

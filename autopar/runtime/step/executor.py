@@ -262,7 +262,6 @@ class _Play(Generic[T]):
             inspect=None if updater is None else updater.inspect,
         )
         self.keep = any(a.kind in (Kind.I, Kind.B) for a in self.route.actions)
-        self.outputs = frozenset(o.value for o in self.program.outputs)
         self.spans = executor.spans
         self.spans.clear()
         self.start = self.machine.moment()
@@ -381,7 +380,7 @@ class _Play(Generic[T]):
             return
         self.exchange.send(action, [flight.values[v] for v in carried])
         for value in carried:
-            if value not in self.outputs:
+            if value not in self.route.handed_out:
                 del flight.values[value]
 
     def _receive(self, action: Action) -> None:
