@@ -73,6 +73,7 @@ __all__ = [
     "overloads_named",
     "pytree",
     "runs_uncompiled",
+    "without_detected_masks",
     "without_fake_tensor_log",
     "without_generated_code",
     "without_patched_modules",
@@ -153,6 +154,25 @@ def without_fake_tensor_log() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+# torch.nn.modules.transformer._detect_is_causal_mask (2.11 to 2.13): it compares the mask with a
+# causal one only to take a faster kernel, which no graph can decide by values.
+@contextlib.contextmanager
+def without_detected_masks() -> Iterator[None]:
+    """Have ``nn.Transformer`` and its parts use the mask that they are given, whatever its values,
+    as with ``is_causal=False``."""
+    from torch.nn.modules import transformer
+
+    def told(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
+
+    before = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = told
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = before
 
 
 # torch.fx._symbolic_trace._Patcher (2.11 to 2.13): fx.Tracer.trace patches two methods of nn.Module

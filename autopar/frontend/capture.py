@@ -31,6 +31,7 @@ from autopar.base.torch_private import (
     FakeTensorMode,
     keyed_leaves,
     pytree,
+    without_detected_masks,
     without_fake_tensor_log,
     without_generated_code,
 )
@@ -256,7 +257,7 @@ def _exported(
     step = stepped(fake)
     refuse_averages_over_all_batches(step.model)
     fake_args, fake_kwargs = pytree.tree_map_only(Tensor, fake, (args, kwargs))
-    with without_generated_code(), without_fake_tensor_log():
+    with without_generated_code(), without_fake_tensor_log(), without_detected_masks():
         try:
             return step, _export(step, fake_args, fake_kwargs)
         except (CaptureError, InputError):
@@ -313,13 +314,34 @@ def _fails_itself(
     causes = DataDependentOutputException, DynamicOutputShapeException
     if failed is None or isinstance(failed.__cause__, causes):
         return None
-    step = stepped(lambda tensor: tensor.detach().clone())
+    step = stepped(_cloned)
     tensors = [*step.parameters(), *step.buffers(), *pytree.tree_leaves(call)]
     if any(isinstance(x, Tensor) and x.is_meta for x in tensors):
         return failed
-    args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), call)
+    args, kwargs = pytree.tree_map_only(Tensor, _cloned, call)
     with torch.random.fork_rng():
-        return failure_of(lambda last: _run(step, args, kwargs, last))
+        failed = failure_of(lambda last: _run(step, args, kwargs, last))
+        if failed is None or step.precision is None:
+            return failed
+        alone = stepped(_cloned)
+        alone.precision = None
+        if failure_of(lambda last: _run(alone, args, kwargs, last)) is not None:
+            return failed
+        return failure_of(
+            lambda last: _run(step, args, kwargs, last),
+            f"the model fails with precision={step.precision.compute!r}, and not without it",
+            _PRECISION_FIX,
+        )
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+_PRECISION_FIX = (
+    ". Parameters and inputs are cast to the low precision, buffers and constants are not: cast "
+    "what they meet, such as self.scale.to(x.dtype), or write torch.autocast into forward"
+)
 
 
 def _run(step: Step, args: Any, kwargs: Any, within: Any) -> None:

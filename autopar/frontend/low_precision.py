@@ -36,7 +36,7 @@ def call_model(
 
     parameters = {name: low(p) for name, p in _cast_parameters(model).items()}
     args, kwargs = pytree.tree_map_only(Tensor, low, (args, kwargs))
-    with _LossesInSingle(precision):
+    with _Casts(precision):
         return torch.func.functional_call(model, parameters, args, kwargs)
 
 
@@ -58,10 +58,27 @@ _LOSSES = frozenset(
 )  # fmt: skip
 
 
-class _LossesInSingle(TorchFunctionMode):
-    """A mode in which PyTorch's own losses compute in float32.
+_OF_ONE_DTYPE = frozenset(
+    {
+        F.bilinear, F.group_norm, F.layer_norm, F.linear, F.multi_head_attention_forward, F.prelu,
+        F.rms_norm,
+        F.scaled_dot_product_attention, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.addbmm,
+        Tensor.addmm, Tensor.addmv, Tensor.baddbmm, Tensor.bmm, Tensor.dot, Tensor.matmul,
+        Tensor.mm, Tensor.mv, torch.addbmm, torch.addmm, torch.addmv, torch.baddbmm,
+        torch.bilinear, torch.bmm, torch.conv1d, torch.conv2d, torch.conv3d,
+        torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d, torch.dot,
+        torch.einsum, torch.layer_norm, torch.matmul, torch.mm, torch.mv, torch.prelu,
+    }
+)  # fmt: skip
+"""Functions that refuse tensors of several dtypes, where others promote them."""
 
-    In bfloat16, means over many terms and logarithms of many classes keep two or three digits.
+
+class _Casts(TorchFunctionMode):
+    """A mode in which PyTorch's own losses compute in float32, and its products in one dtype.
+
+    In bfloat16, means over many terms and logarithms of many classes keep two or three digits. A
+    product of float32, which a buffer or a constant has brought in, by a parameter in the low
+    precision is one in the low precision.
     """
 
     def __init__(self, precision: Precision) -> None:
@@ -72,7 +89,19 @@ class _LossesInSingle(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _LOSSES:
             args, kwargs = in_single((args, kwargs), self.precision)
+        elif func in _OF_ONE_DTYPE:
+            args, kwargs = self._in_one((args, kwargs))
         return func(*args, **kwargs)
+
+    def _in_one(self, given: Any) -> Any:
+        """Arguments without float32 where some are in the low precision."""
+        dtype = DTYPES[self.precision.compute]
+        dtypes = {x.dtype for x in pytree.tree_leaves(given) if isinstance(x, Tensor)}
+        if not {dtype, torch.float32} <= dtypes:
+            return given
+        return pytree.tree_map_only(
+            Tensor, lambda x: x.to(dtype) if x.dtype is torch.float32 else x, given
+        )
 
 
 def in_single(output: Any, precision: Precision | None) -> Any:

@@ -333,10 +333,11 @@ def _check_batch(priced: PricedGraph, where: str, axis: int, size: int) -> None:
     if not shaped:
         raise ConstraintError(f"{where}: the model has no input whose batch can be split")
     batch = shaped[0].shape[0]
+    near = dict.fromkeys((batch // size * size or size, (batch // size + 1) * size))
     raise ConstraintError(
         f"{where}: the batch cannot be split in {size}: input {shaped[0].name!r} has shape "
         f"{shaped[0].shape}, and {batch} is too far from a multiple of {size}. Use a batch of "
-        f"{batch // size * size or size} or {(batch // size + 1) * size}"
+        f"{' or '.join(map(str, near))}"
     )
 
 

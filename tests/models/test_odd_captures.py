@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,7 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.utils import rnn
 from torch.utils.checkpoint import checkpoint
 
+import autopar
 from autopar.base.errors import CaptureError, InputError
 from autopar.frontend.capture import capture
 from autopar.frontend.checking.gradients import compare_with_eager
@@ -542,3 +544,40 @@ def test_other_transforms_train_as_in_eager(body):
     strategy = Strategy(analysis, random_assignment(analysis, Mesh(("a",), (2,)), 0))
     got = lockstep_steps(strategy, captured, state_of(model), [{"x": x}])
     assert_same(got, reference_steps(model, [{"x": x}]), tolerance=1e-9)
+
+
+@pytest.mark.parametrize("layer", ["encoder", "decoder", "both"])
+def test_transformers_of_torch_take_any_mask(layer: str) -> None:
+    """Eager mode compares a mask with the causal one, and takes a faster kernel if they are equal:
+    the graph uses the mask."""
+    mask = nn.Transformer.generate_square_subsequent_mask(5)
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Transformer(8, 2, 1, 1, 12, dropout=0.0, batch_first=True)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            if layer == "encoder":
+                out = self.inner.encoder(x, mask=mask)
+            elif layer == "decoder":
+                out = self.inner.decoder(y, x, tgt_mask=mask)
+            else:
+                out = self.inner(x, y, src_mask=mask, tgt_mask=mask)
+            loss: Tensor = (out * x).mean()
+            return loss
+
+    torch.manual_seed(0)
+    model, batch = Masked(), (torch.randn(4, 5, 8), torch.randn(4, 5, 8))
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    reference, expected = copy.deepcopy(model), []
+    optimizer = sgd(reference.parameters())
+    with autopar.compile(model, 1, batch, optimizer=sgd, profile_limit_s=0) as compiled:
+        got = [compiled.train_step(*batch).item() for _ in range(3)]
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = reference(*batch)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert got == pytest.approx(expected, rel=1e-5)

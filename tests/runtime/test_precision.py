@@ -223,6 +223,64 @@ def test_dropout_passes_the_gradient_check_and_trains(compiled_for: Any) -> None
     assert losses[-1] < losses[0]
 
 
+class Scaled(nn.Module):
+    """Buffers and constants in float32 meet its values; ``casts`` says who casts them then."""
+
+    def __init__(self, casts: bool) -> None:
+        super().__init__()
+        self.inner, self.casts = nn.Linear(16, 16), casts
+        self.keys, self.conv = nn.Linear(16, 16), nn.Conv1d(16, 16, 1)
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 8)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 16))
+
+    def low(self, x: Tensor) -> Tensor:
+        """A value in the dtype of the parameters."""
+        return x.to(self.inner.weight.dtype) if self.casts else x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.low(x * self.scale)
+        values = self.inner(x)
+        queries, keys = values * self.scale, self.keys(x) * self.scale
+        shares = torch.softmax(queries @ keys.transpose(0, 1), 0)
+        mean = self.low(shares) @ values
+        x = F.scaled_dot_product_attention(
+            self.low(queries)[None], self.low(keys)[None], values[None]
+        )[0]
+        x = self.conv(self.low(x * self.scale).unsqueeze(-1)).squeeze(-1)
+        return self.head(self.low(self.norm(self.low(x * self.scale)) * self.scale)) + mean[:, :8]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_values_that_buffers_made_float32_are_cast_by_the_next_product(precision: str) -> None:
+    """As by a model that casts them itself, bit by bit."""
+    losses = []
+    for casts in (True, False):
+        torch.manual_seed(0)
+        with autopar.compile(
+            Scaled(casts), 1, batch(0), loss_fn=F.mse_loss, optimizer=SGD, precision=precision,
+            profile_limit_s=0,
+        ) as compiled:  # fmt: skip
+            losses.append([compiled.train_step(*batch(step)).item() for step in range(4)])
+    assert losses[0] == losses[1]
+
+
+def test_a_model_that_fails_in_the_low_precision_alone_is_told_so() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(16, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out, _ = self.lstm((x * torch.ones(16)).unsqueeze(0))
+            return self.head(out[0])
+
+    with pytest.raises(InputError, match=r"with precision='bf16', and not without it.*\.to\("):
+        autopar.compile(
+            Recurrent(), 1, batch(0), loss_fn=F.mse_loss, optimizer=SGD, precision="bf16",
+            profile_limit_s=0,
+        )  # fmt: skip
+
+
 def test_a_plan_says_its_precision_and_is_replayed_with_it(
     compiled_for: Any, tmp_path: Path
 ) -> None:

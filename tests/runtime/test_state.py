@@ -190,6 +190,10 @@ class TestOptimizers:
         with pytest.raises(OptimizerError, match="several times"):
             start(groups, "whole", torch.optim.LBFGS)
 
+    def test_sparse_adam_is_refused_everywhere(self, groups: Groups) -> None:
+        with pytest.raises(OptimizerError, match="takes sparse gradients"):
+            start(groups, "whole", torch.optim.SparseAdam)
+
     def test_tensors_from_elsewhere_are_refused(self, groups: Groups) -> None:
         own = nn.Parameter(torch.ones(2))
         with pytest.raises(OptimizerError, match="was not given"):

@@ -37,10 +37,15 @@ class _LastCall(TorchFunctionMode):
         return result
 
 
-def failure_of(run: Callable[[Any], object]) -> InputError | None:
+def failure_of(
+    run: Callable[[Any], object],
+    what: str = "the model itself fails in eager mode, on these inputs",
+    fix: str = "",
+) -> InputError | None:
     """The error of a model that fails in eager mode; None where it runs or memory runs out.
 
-    ``run`` runs the model in eager mode, with the mode it is given around its forward pass.
+    ``run`` runs the model in eager mode, with the mode it is given around its forward pass. The
+    error begins with ``what``, and ends with a ``fix`` if there is one.
     """
     last = _LastCall()
     with warnings.catch_warnings(record=True) as said, without_fake_tensor_log():
@@ -52,9 +57,8 @@ def failure_of(run: Callable[[Any], object]) -> InputError | None:
             return None
         except Exception as error:
             failed = InputError(
-                f"the model itself fails in eager mode, on these inputs"
-                f"{_place(error, last, [str(w.message) for w in said])}: "
-                f"{type(error).__name__}: {first_line(error)}"
+                f"{what}{_place(error, last, [str(w.message) for w in said])}: "
+                f"{type(error).__name__}: {first_line(error)}{fix}"
             )
             failed.__cause__ = error
             return failed

@@ -53,7 +53,7 @@ ELEMENTWISE = (
     torch.optim.ASGD,
     torch.optim.Rprop,
 )
-PARAMETERWISE = (*ELEMENTWISE, torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam)
+PARAMETERWISE = (*ELEMENTWISE, torch.optim.Adafactor, torch.optim.Muon)
 """Update each parameter by itself."""
 
 
@@ -83,6 +83,12 @@ def check_optimizer(
         raise OptimizerError(
             "LBFGS evaluates the model several times in one step, which train_step does not do; "
             "pass an optimizer such as functools.partial(torch.optim.AdamW, lr=3e-4)"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise OptimizerError(
+            "SparseAdam takes sparse gradients, and those of a compiled model are dense, also of "
+            "embeddings with sparse=True; pass functools.partial(torch.optim.Adam, lr=1e-3), which "
+            "decays the moments of all rows in each step"
         )
     if is_elementwise(optimizer):
         return
