@@ -263,7 +263,10 @@ def _exported(
         except (CaptureError, InputError):
             raise
         except Exception as error:
-            failed = _fails_itself(stepped, (fake, fake_args, fake_kwargs), (args, kwargs))
+            with mode:  # which makes the tensors of its code fake too
+                failed = _fails_without_data(stepped(fake), fake_args, fake_kwargs)
+            if failed is not None:
+                failed = _fails_itself(stepped, failed, (args, kwargs))
             if failed is not None and isinstance(failed.__cause__, TypeError):
                 check_takes(step.model, args, kwargs, step.targets)
             raise failed or CaptureError(_explain(error)) from error
@@ -299,34 +302,33 @@ def _show_gradients(program: fx.GraphModule) -> None:
                 module.recompile()
 
 
-def _fails_itself(
-    stepped: Callable[[Callable[[Tensor], Tensor]], Step],
-    fake: tuple[Callable[[Tensor], Tensor], Any, Any],
-    call: tuple[Any, Any],
-) -> InputError | None:
-    """The model's own error, if it fails without any capture too.
-
-    Tensors without data may be what it fails on, so it is run on real ones where it has any.
-    """
-    make, args, kwargs = fake
-    step = stepped(make)
+def _fails_without_data(step: Step, args: Any, kwargs: Any) -> InputError | None:
+    """The error of a model that fails without any capture, but for a lack of values."""
     failed = failure_of(lambda last: _run(step, args, kwargs, last))
     causes = DataDependentOutputException, DynamicOutputShapeException
-    if failed is None or isinstance(failed.__cause__, causes):
-        return None
+    return None if failed is None or isinstance(failed.__cause__, causes) else failed
+
+
+def _fails_itself(
+    stepped: Callable[[Callable[[Tensor], Tensor]], Step],
+    failed: InputError,
+    call: tuple[Any, Any],
+) -> InputError | None:
+    """The error of a model that ``failed`` without data, if it fails on its own tensors too, where
+    it has any: a lack of data may be what it failed on."""
     step = stepped(_cloned)
     tensors = [*step.parameters(), *step.buffers(), *pytree.tree_leaves(call)]
     if any(isinstance(x, Tensor) and x.is_meta for x in tensors):
         return failed
     args, kwargs = pytree.tree_map_only(Tensor, _cloned, call)
     with torch.random.fork_rng():
-        failed = failure_of(lambda last: _run(step, args, kwargs, last))
-        if failed is None or step.precision is None:
-            return failed
+        own = failure_of(lambda last: _run(step, args, kwargs, last))
+        if own is None or step.precision is None:
+            return own
         alone = stepped(_cloned)
         alone.precision = None
         if failure_of(lambda last: _run(alone, args, kwargs, last)) is not None:
-            return failed
+            return own
         return failure_of(
             lambda last: _run(step, args, kwargs, last),
             f"the model fails with precision={step.precision.compute!r}, and not without it",

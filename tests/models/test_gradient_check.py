@@ -289,6 +289,15 @@ def test_a_model_without_data_fails_for_its_own_reason() -> None:
     with pytest.raises(InputError, match=r"itself fails in eager mode.*linear at .*\[4, 3\]"):
         capture(model, (torch.zeros(4, 3),), loss_fn=lambda y: y.sum())
 
+    def body(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Not as a tensor that it makes has data."""
+        return (x * torch.arange(4, device=x.device) * model.missing).sum()
+
+    with torch.device("meta"):
+        model = odd.Odd(body)
+    with pytest.raises(InputError, match=r"itself fails in eager mode.*no attribute 'missing'"):
+        capture(model, (torch.zeros(4, 4, device="meta"),))
+
 
 def test_what_only_capture_cannot_do_is_no_failure_of_the_model():
     def body(model, x):
