@@ -54,7 +54,7 @@ class Cluster(Hardware, frozen=True, forbid_unknown_fields=True, kw_only=True):
         spans several at the slowest device, the slowest links and the least memory of all.
         Raises ClusterError for fewer than two islands, and for devices that cannot run one program.
         """
-        given = tuple(islands)
+        given = tuple(islands) if isinstance(islands, Sequence) else (islands,)
         for island in given:
             if not isinstance(island, Cluster) or island.islands:
                 raise ClusterError(

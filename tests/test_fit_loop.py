@@ -16,10 +16,10 @@ from autopar.planning.fit import MAX_LATE, Fit
 OVER = Deadline(-math.inf, 0.0)
 
 
-def option_of(time_s: float, estimated_bytes: float) -> Any:
+def option_of(time_s: float, estimated_bytes: float, movement: str | None = None) -> Any:
     return SimpleNamespace(
         time_s=time_s, estimated_bytes=estimated_bytes, estimate_key="", is_settled=True, trial=1,
-        is_decided=False, is_counted_to_fit=None,
+        is_decided=False, is_counted_to_fit=None, movement=movement,
     )  # fmt: skip
 
 
@@ -35,8 +35,8 @@ def fit() -> Any:
     found.cutoff_s = found.decided_s = math.inf
     found.deadline = NEVER
     found.num_late, found.max_late = 0, MAX_LATE
-    found.setting = SimpleNamespace(budget_bytes=10.0)
-    found._lowered = lambda option: SimpleNamespace(option=option)
+    found.setting = SimpleNamespace(budget_bytes=10.0, end=NEVER)
+    found._lowered = lambda option: SimpleNamespace(option=option, movement=option.movement)
     found._or_nearly_too_large = found._or_sharper = lambda fitted: fitted
     found._refuse = lambda option, reason: None
     return found
@@ -51,6 +51,18 @@ def test_a_time_limit_amid_a_postponed_search_brings_no_slower_plan(fit: Any) ->
     push(fit, option_of(2.0, 2.0))
     push(fit, option_of(5.0, 1.0), fits=False)
     assert fit.best().option.time_s == 2.0
+
+
+@pytest.mark.parametrize(
+    ("movement", "end", "time_s"), [("moved", NEVER, 4.0), ("moved", OVER, 9.0), (None, NEVER, 9.0)]
+)
+def test_a_plan_that_moves_tensors_is_held_against_others_that_fit_by_moving(
+    movement: str | None, end: Deadline, time_s: float, fit: Any
+) -> None:
+    fit.setting.end = end
+    push(fit, option_of(9.0, 2.0, movement))
+    push(fit, option_of(4.0, 9.0, "moved"), fits=False)
+    assert fit.best().option.time_s == time_s
 
 
 def test_an_error_of_a_postponed_search_loses_no_plan(fit: Any) -> None:
@@ -212,7 +224,8 @@ def test_known_strategies_are_priced_for_a_program_that_fits_alone(
 
 def test_a_known_strategy_in_place_of_a_later_option_is_no_slower_than_the_plan(fit: Any) -> None:
     def lowered(option: Any) -> Any:
-        return SimpleNamespace(option=option_of(9.0, 1.0) if option.time_s == 1.0 else option)
+        chosen = option_of(9.0, 1.0) if option.time_s == 1.0 else option
+        return SimpleNamespace(option=chosen, movement=None)
 
     fit._searched = lambda postponed, found: push(fit, option_of(1.0, 2.0))
     fit._lowered, fit.postponed = lowered, ["postponed"]

@@ -392,6 +392,13 @@ def test_a_known_strategy_that_cannot_be_forbidden_is_refused():
         Forbid("megatron")
 
 
+def test_an_empty_batch_is_refused():
+    cluster = autopar.Cluster.preset("cpu", nodes=1, devices_per_node=2)
+    batch = torch.zeros(0, 8), torch.zeros(0, 4)
+    with pytest.raises(InputError, match=r"shape \(0, 8\): a step on an empty batch"):
+        autopar.plan(nn.Linear(8, 4), cluster, batch, loss_fn=mse_loss)
+
+
 def test_an_input_that_nothing_reads_is_planned():
     """It is a node without a reader: its copies belong to no block's op."""
 

@@ -131,10 +131,16 @@ class Fit:
         return self._or_sharper(self._or_nearly_too_large(found))
 
     def _has_more(self, found: Fitted | None) -> bool:
-        """Whether there is more to try; after the time limit only if nothing is ``found``."""
+        """Whether there is more to try; after the time limit only if nothing is ``found``.
+
+        With a plan that moves tensors, others are tried that fit by moving alone: what recomputes
+        or keeps less from pass to pass may move less.
+        """
         is_late = self.deadline.is_over
         if found is not None:
-            return not is_late and bool(self.postponed or (self.heap and not self.heap[0][0]))
+            may_move = found.movement is not None and not self.setting.end.is_over
+            is_left = bool(self.heap) and (may_move or not self.heap[0][0])
+            return not is_late and bool(self.postponed or is_left)
         if is_late and not self.max_late:
             return False
         if is_late and self.postponed and not self.heap:

@@ -167,7 +167,14 @@ def make_setting(
 
 
 def check_trainable(captured: Captured) -> None:
-    """Raise InputError for a graph without a loss."""
+    """Raise InputError for an empty batch, and for a graph without a loss."""
+    values = [captured.graph.values[index] for index in captured.graph.inputs]
+    shaped = [value for value in values if value.shape]
+    if shaped and all(0 in value.shape for value in shaped):
+        raise InputError(
+            f"input {shaped[0].name!r} has shape {shaped[0].shape}: a step on an empty batch has "
+            "nothing to plan; pass a batch of at least one row"
+        )
     if captured.graph.loss is None:
         raise InputError(
             "the model returns no scalar loss, so there is nothing to train on. Pass "
@@ -213,6 +220,8 @@ def _fitted(setting: Setting, asked: Space) -> tuple[Search, Fitted]:
     if not found and setting.moves_at_last:
         setting.progress("nothing fits: search what moves to the host")
         attempt(search, moves=True)
+        if opened is not None and opened is not search and setting.has_time_left:
+            attempt(opened, moves=True)
     if not found:
         raise _failure(fits)
     best, fitted = min(found, key=lambda each: each[1].option.time_s)
