@@ -114,6 +114,8 @@ def test_what_cannot_be_joined_is_refused() -> None:
     link = {"bandwidth_bytes_per_s": 1e9, "latency_s": 1e-5}
     with pytest.raises(ClusterError, match="at least two"):
         Cluster.joined([FAST], **link)
+    with pytest.raises(ClusterError, match="one kind of device, not None"):
+        Cluster.joined(None, **link)  # type: ignore[arg-type]
     with pytest.raises(ClusterError, match="no common program"):
         Cluster.joined([FAST, Cluster.preset("cpu")], **link)
     with pytest.raises(ClusterError, match="one kind of device, not"):

@@ -278,7 +278,7 @@ _EXACT_IN_KERNELS = (torch.float32, torch.float64)
 
 def _may_be_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
     """Whether a fused kernel gives what eager mode does. In half precision it rounds otherwise, and
-    that of SGD leaves all but the last elements unchanged on CPUs (torch 2.11 to 2.13)."""
+    that of SGD leaves all but the last elements unchanged on CPUs (torch 2.13)."""
     return (
         type(optimizer) in FUSED_KERNELS
         and group["fused"] is None
