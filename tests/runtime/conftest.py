@@ -11,7 +11,6 @@ import torch
 
 import autopar
 from autopar.runtime.profile import Profile
-from autopar.runtime.runners import start
 from autopar.runtime.runners.local import LocalRunner
 from autopar.runtime.workers.group import WorkerGroup
 from tests.models.zoo import build
@@ -43,9 +42,7 @@ def groups() -> Iterator[Groups]:
 
 @pytest.fixture
 def reused_workers(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``autopar.compile`` onto the workers of `groups`, which outlive a compiled model; also for
-    one CPU, whose rank would be in this process."""
-    monkeypatch.setattr(start, "is_own_process", lambda devices: False)
+    """``autopar.compile`` onto the workers of `groups`, which outlive a compiled model."""
     monkeypatch.setattr(
         LocalRunner, "start_workers", staticmethod(lambda devices, **_: groups(len(devices)))
     )

@@ -36,6 +36,7 @@ from autopar.movement.residency import least_capacity, least_traffic
 from autopar.movement.verify import worst_case_bytes
 from autopar.planning.releases import scatterable, with_scattered
 from autopar.plans.document import Plan
+from autopar.runtime.runners import start
 from autopar.runtime.runners.local import LocalRunner
 from autopar.runtime.state.optimizers import is_elementwise, optimizer_spec
 from autopar.runtime.step.moving import mover_of
@@ -64,6 +65,12 @@ OPTIMIZERS: list[Any] = [
 @functools.cache
 def case_of(kind: str, num_steps: int = 5) -> Case:
     return Case(kind, num_joined=2, num_steps=num_steps)
+
+
+@pytest.fixture(autouse=True)
+def in_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models for one CPU train in a worker, whose memory can be capped."""
+    monkeypatch.setattr(start, "is_own_process", lambda devices: False)
 
 
 def step_of(case: Case, program: RankProgram, make: Any = None) -> ProgramStep:
