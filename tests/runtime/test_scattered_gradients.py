@@ -137,7 +137,13 @@ def test_the_memory_decides_how_many_are_scattered() -> None:
     assert "accumulate as shards" in " ".join(tight.report("full").split())
     assert autopar.Plan.from_json(tight.to_json()) == tight
     with pytest.raises(autopar.ConstraintError, match="no strategy found that fits"):
-        planned(shards, reduce_every_microbatch=False, **fixed)
+        planned(shards, reduce_every_microbatch=False, offload=False, **fixed)
+    moved = planned(shards, reduce_every_microbatch=False, **fixed)
+    assert moved.scattered == ()
+    assert moved.offload is not None
+    away = {transfer.tensor for plan in moved.offload.plans() for transfer in plan.transfers}
+    assert any(name.endswith(":gradient") for name in away)
+    assert moved.prediction.step_time_s > least.prediction.step_time_s
 
 
 def test_what_fits_no_other_way_is_released_and_scattered() -> None:
