@@ -60,8 +60,7 @@ _LOSSES = frozenset(
 
 _OF_ONE_DTYPE = frozenset(
     {
-        F.bilinear, F.group_norm, F.layer_norm, F.linear, F.multi_head_attention_forward, F.prelu,
-        F.rms_norm,
+        F.group_norm, F.layer_norm, F.linear, F.multi_head_attention_forward, F.rms_norm,
         F.scaled_dot_product_attention, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.addbmm,
         Tensor.addmm, Tensor.addmv, Tensor.baddbmm, Tensor.bmm, Tensor.dot, Tensor.matmul,
         Tensor.mm, Tensor.mv, torch.addbmm, torch.addmm, torch.addmv, torch.baddbmm,

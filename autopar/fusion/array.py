@@ -128,7 +128,7 @@ class Array(Closing):
                     ),
                     optimizer=member.optimizer,
                     without_gradient=frozenset(
-                        place for place, v in enumerate(trained) if v.index not in reached
+                        number for number, v in enumerate(trained) if v.index not in reached
                     ),
                     lr_scheduler=checked_scheduler(member.lr_scheduler),
                     max_grad_norm=member.max_grad_norm,
@@ -231,7 +231,6 @@ class Array(Closing):
 
         Raises InputError for a number that is not in the array.
         """
-        index = self._number(index)
         return self.model(index).state_dict()
 
     def model(self, index: int) -> nn.Module:
