@@ -101,7 +101,8 @@ def _visited_part(call: OpCall) -> float:
         return 1.0
     rows = call.tensor(0, "query").shape[-2]
     columns = call.tensor(1, "key").shape[-2]
-    visited = sum(min(row + 1, columns) for row in range(rows))
+    diagonal = min(rows, columns)
+    visited = diagonal * (diagonal + 1) / 2 + (rows - diagonal) * columns
     return visited / max(rows * columns, 1)
 
 

@@ -324,10 +324,15 @@ def _by_program(
         for block in np.unique(moments.running):
             mine = np.where(moments.running == block, excess, 0.0)
             tight[int(mine.argmax())] |= mine.max() > 0
-        found = _picked(blocks, moments, np.flatnonzero(tight), limit_bytes)
-        if found is None:
-            return None
-        picked = found
+        rows = np.flatnonzero(tight)
+        for limit in (limit_bytes, (1 - _TOLERANCE) * limit_bytes):
+            found = _picked(blocks, moments, rows, limit)
+            if found is None:
+                return None
+            picked = found
+            held = moments.bytes_of([b[i] for b, i in zip(blocks, picked)])
+            if (held + moments.others_bytes <= limit_bytes)[rows].all():
+                break  # and not just within the tolerance of the solver
 
 
 def _picked(
@@ -361,7 +366,7 @@ def _picked(
             columns=np.concatenate([np.arange(num), columns]),
             coefficients=np.concatenate([np.ones(num), used[rows, columns] / unit]),
             row_lower=np.concatenate([np.ones(num_blocks), np.full(len(tight), -math.inf)]),
-            row_upper=np.concatenate([np.ones(num_blocks), (1 - _TOLERANCE) * room / unit]),
+            row_upper=np.concatenate([np.ones(num_blocks), room / unit]),
             num_wanted=num,
         ),
         time_limit_s=PROGRAM_LIMIT_S, relative_gap=GAP,

@@ -43,6 +43,19 @@ class Words(nn.Module):
         return F.cross_entropy(self.head(x), y)
 
 
+class Causal(nn.Module):
+    """Causal attention; two query heads share each head of the keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return mixed.square().mean()
+
+
 CASES = {
     "batch_norm": (Images().train(), (torch.randn(8, 4, 3, 3),), Force("data_parallel")),
     "cross_entropy": (
@@ -51,6 +64,9 @@ CASES = {
         Pin("cross_entropy*", "c"),
     ),
 }
+
+
+ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
 def planned_of(name: str) -> tuple[Captured, Planned]:
@@ -101,6 +117,21 @@ def test_kernels_are_those_of_the_lowered_graphs(name: str) -> None:
     # And the profiler is told of all of them.
     listed = set(calls_of(planned.strategy.analysis, [planned.strategy.mesh]))
     assert {c.call for c in calls} <= listed
+
+
+def test_queries_of_causal_attention_that_are_split_are_priced_with_the_mask_they_get() -> None:
+    captured = capture(Causal(), (torch.randn(2, 6, 16),))
+    (op,) = (op for op in captured.graph.ops if op.target_name == ATTENTION)
+    for wish, keys, is_causal in (("b0", (1, 2, 6, 4), True), ("s", (2, 4, 6, 4), False)):
+        planned = make_planned(
+            captured, CLUSTER, Space(mesh={"x": 2}), constraints=[Pin(op.name, wish)]
+        )
+        (call,) = priced(planned, op)
+        kernels = made([k.forward for k in planned.program.kernels])
+        assert [shapes for name, shapes in kernels if "attention" in name] == [key_of(call.call)[1]]
+        assert call.call.argument(5, "is_causal", False) is is_causal
+        assert call.call.tensor(1, "key").shape == keys
+    assert call.call.tensor(3, "attn_mask").shape == (3, 6)  # its own queries, all keys
 
 
 def test_an_op_that_is_not_split_is_priced_as_itself() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 import autopar
 from autopar import Cluster, Force
+from autopar.base.errors import ConstraintError
 from autopar.planning.constraints import Pin
 from autopar.planning.meshes import candidate_meshes
 
@@ -86,3 +87,28 @@ def test_no_merged_mesh_is_searched_twice() -> None:
 def test_names_of_merged_axes_differ_from_those_of_others() -> None:
     assert found({"a": 2, "b": 2, "a_b": 4, "d": 4}, {"a_b"}) == ["a_b_=4 x a_b=4 x d=4"]
     assert "a_b_c=8 x a_b_c_=8" in found({"a": 2, "b_c": 4, "a_b": 4, "c": 2})
+
+
+def test_an_axis_of_size_one_changes_nothing_but_the_words_of_a_plan() -> None:
+    model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 4))
+    cluster = Cluster.preset("cpu", nodes=1, devices_per_node=4)
+
+    def planned(mesh: dict[str, int], *constraints: Pin | Force) -> autopar.Plan:
+        return autopar.plan(
+            model, cluster, example_inputs=(torch.randn(8, 8),), mesh=mesh,
+            loss_fn=lambda y: y.square().mean(), constraints=constraints,
+        )  # fmt: skip
+
+    def splits(plan: autopar.Plan) -> list[list[str]]:
+        return [words.split() for words in plan.ops.values()]
+
+    for words in ("n m0", "m0 n"):
+        two = planned({"x": 2, "y": 2}, Pin("0", words))
+        for wide in (f"{words} -", f"{words} n"):
+            three = planned({"x": 2, "y": 2, "z": 1}, Pin("0", wide))
+            assert splits(three) == [[*each, "-"] for each in splits(two)]
+            assert three.prediction.step_time_s == two.prediction.step_time_s
+    with pytest.raises(ConstraintError, match="no choice is left for op 'linear'"):
+        planned({"x": 2, "y": 2, "z": 1}, Pin("0", "n m0 unknown"))
+    forced = planned({"x": 4, "y": 1}, Force("tensor_parallel", axis="y"))
+    assert splits(forced) == [[*each, "-"] for each in splits(planned({"x": 4}))]

@@ -36,6 +36,7 @@ from autopar.base.torch_private import (
     without_generated_code,
 )
 from autopar.frontend.assignments import HeldTensors
+from autopar.frontend.attention_masks import masks_of_eager_mode
 from autopar.frontend.autocast import refuse_autocast
 from autopar.frontend.checking.failing import failure_of, first_line
 from autopar.frontend.copies import copy_with
@@ -257,7 +258,12 @@ def _exported(
     step = stepped(fake)
     refuse_averages_over_all_batches(step.model)
     fake_args, fake_kwargs = pytree.tree_map_only(Tensor, fake, (args, kwargs))
-    with without_generated_code(), without_fake_tensor_log(), without_detected_masks():
+    with (
+        without_generated_code(),
+        without_fake_tensor_log(),
+        without_detected_masks(),
+        masks_of_eager_mode(),
+    ):
         try:
             return step, _export(step, fake_args, fake_kwargs)
         except (CaptureError, InputError):

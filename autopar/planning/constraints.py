@@ -10,6 +10,7 @@ import fnmatch
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -30,6 +31,9 @@ from autopar.planning.meshes import AXIS_NAMES
 from autopar.pricing.nodes import NodeKind
 from autopar.pricing.problem import PricedGraph
 from autopar.pricing.tables import Array, OpTable, ValueTable
+from autopar.rules.choice import is_valid_choice
+
+_Word = TypeVar("_Word")
 
 MOST_NAMED = 12
 """Choices of a node that an error names."""
@@ -290,17 +294,26 @@ def _pin_masks(priced: PricedGraph, pin: Pin) -> Masks:
         if isinstance(table, OpTable) and pin.choice is not None:
             choice = pin.choice_wanted
             _check_axes(pin, len(choice.splits), mesh)
-            masks[node] = np.array([c == choice for c in table.choices])
+            space = priced.pricing.analysis.spaces[decision.index]
+            exists = choice.is_redundant or (space and is_valid_choice(space, choice, mesh))
+            choice = Choice(_where_split(choice.splits, mesh, None))
+            masks[node] = np.array([bool(exists) and c == choice for c in table.choices])
         elif decision.kind == NodeKind.STORED and pin.stored is not None:
             assert isinstance(table, ValueTable)
             wanted = pin.stored_wanted
             _check_axes(pin, len(wanted), mesh)
             _check_dims(pin, wanted, decision.name, graph.values[decision.index].shape, mesh)
+            wanted = _where_split(wanted, mesh, R)
             distinct = np.array([p == wanted for p in table.placements.distinct])
             masks[node] = distinct[table.placements.index]
     if not masks:
         raise _matches_nothing(priced, pin)
     return masks
+
+
+def _where_split(words: Iterable[_Word], mesh: Mesh, whole: _Word) -> tuple[_Word, ...]:
+    """The words of a pin; that of an axis of size 1, which splits nothing, becomes ``whole``."""
+    return tuple(w if size > 1 else whole for w, size in zip(words, mesh.axis_sizes))
 
 
 def _matches_nothing(priced: PricedGraph, pin: Pin) -> ConstraintError:

@@ -70,7 +70,8 @@ _MEGATRON = frozenset({Parallelism.MEGATRON, Parallelism.MEGATRON_SEQUENCE})
 def force_masks(priced: PricedGraph, kind: Parallelism, axis: int) -> Masks:
     """The choices of every node that ``kind`` on ``axis`` allows.
 
-    Raises ConstraintError if the strategy does not apply to this model, batch and axis.
+    An axis of size 1 fulfils every strategy. Raises ConstraintError if the strategy does not apply
+    to this model, batch and axis.
     """
     return Forces(priced).masks(kind, axis)
 
@@ -86,6 +87,8 @@ class Forces:
 
     def masks(self, kind: Parallelism, axis: int) -> Masks:
         """See `force_masks`."""
+        if self.priced.pricing.mesh.axis_sizes[axis] == 1:
+            return {}
         _check_exists(self.priced, kind, axis)
         masks = {}
         for nodes in self.alike.values():

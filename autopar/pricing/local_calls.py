@@ -166,11 +166,15 @@ def split_placements(
     states: Sequence[Any],
     digits: Sequence[tuple[int, int]],
 ) -> list[Placements]:
-    """All valid placements from ``states``, contiguous (nested) splits, and ``digits``."""
+    """All valid placements from ``states``, contiguous (nested) splits, and ``digits``.
+
+    An axis of size 1 splits nothing.
+    """
     bases = [(dim, 1) for dim in range(len(value.shape))] + list(digits)
-    options = [*states, *(S(dim, outer) for dim, outer in bases)]
+    splits = [S(dim, outer) for dim, outer in bases]
+    options = [[*states, *(splits if size > 1 else ())] for size in mesh.axis_sizes]
     found: dict[Placements, None] = {}
-    for placements in itertools.product(options, repeat=mesh.num_axes):
+    for placements in itertools.product(*options):
         nested = _nest(placements, mesh)
         if is_valid(nested, value.shape, mesh):
             found.setdefault(nested)

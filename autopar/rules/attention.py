@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.cost_models.calls import OpCall, TensorSpec
+from autopar.ir.choice import Choice
 from autopar.ir.graph import Op, Value
+from autopar.ir.mesh import Mesh
 from autopar.rules.context import LocalContext
 from autopar.rules.derivative import Keeps
 from autopar.rules.elementwise import broadcast_layout
+from autopar.rules.kernels import LocalCall, Phase
 from autopar.rules.registry import Layer, register
 from autopar.rules.space import Space, SpaceBuilder, layout
 
@@ -24,8 +29,9 @@ def _attention_local(
 ) -> Tensor:
     """Attention on a shard; a causal one split along the queries gets the mask of its rows.
 
-    Values narrower than the queries are padded: flash kernels take one width only, and without them
-    all scores would be in memory.
+    With a mask keys are repeated for the query heads that share them: no kernel that keeps scores
+    out of memory takes both a mask and shared keys. Values narrower than the queries are padded:
+    flash kernels take one width only.
     """
     query, key, value, *rest = args
     mask = rest[0] if rest else kwargs.pop("attn_mask", None)
@@ -36,11 +42,33 @@ def _attention_local(
         rows = torch.arange(query.shape[-2], device=query.device) + start
         columns = torch.arange(key.shape[-2], device=query.device)
         mask, causal = rows[:, None] >= columns, False
+        if kwargs.pop("enable_gqa", False):
+            repeats = query.shape[-3] // key.shape[-3]
+            key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
     width, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
     if missing > 0:
         value = F.pad(value, (0, missing))
     result: Tensor = context.op.target(query, key, value, mask, dropout, causal, **kwargs)
     return result.narrow(-1, 0, width) if missing > 0 else result
+
+
+def _attention_kernels(
+    op: Op, space: Space, choice: Choice, mesh: Mesh, plain: OpCall
+) -> tuple[LocalCall, ...] | None:
+    """The call for split queries of a causal attention, whose mask does not save any scores."""
+    if not plain.argument(5, "is_causal", False) or mesh.size(choice.axes_of("s")) == 1:
+        return None
+    query, key, value = plain.tensors()
+    mask = TensorSpec((query.shape[-2], key.shape[-2]), torch.bool)
+    if plain.argument(7, "enable_gqa", False):
+        key, value = (
+            replace(x, shape=(*x.shape[:-3], query.shape[-3], *x.shape[-2:]), stride=None)
+            for x in (key, value)
+        )
+    kwargs = tuple(item for item in plain.kwargs if item[0] == "scale")
+    args = query, key, value, mask, plain.argument(4, "dropout_p", 0.0), False
+    call = OpCall(plain.target, args, kwargs)
+    return (LocalCall(call=call, phase=Phase.BOTH),)
 
 
 @register(
@@ -49,6 +77,7 @@ def _attention_local(
     keeps=Keeps(output=True),
     layer=Layer.ATTENTION,
     heads=("h", "r"),
+    kernels=_attention_kernels,
 )
 def attention_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
     """``q[b, (h r), s, d] k[b, h, t, d] v[b, h, t, e]``; r query heads share one key head."""

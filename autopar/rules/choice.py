@@ -38,14 +38,16 @@ def enumerate_choices(space: Space | None, mesh: Mesh, bases: Bases) -> tuple[Ch
     """All valid choices of an op on a mesh, the redundant one first.
 
     ``bases``: the digits of each dimension to try besides contiguous splits, as from `find_bases`.
-    An op without a rule (``space`` None) has only the redundant choice.
+    An axis of size 1 splits nothing. An op without a rule (``space`` None) has only the redundant
+    choice.
     """
     if space is None:
         return (Choice((None,) * mesh.num_axes),)
     options: list[Split | None] = [None]
     for dim in space.splittable():
         options.extend(Split(dim, base) for base in (1, *bases.get(dim, ())))
-    choices = map(Choice, itertools.product(options, repeat=mesh.num_axes))
+    by_axis = [options if size > 1 else [None] for size in mesh.axis_sizes]
+    choices = map(Choice, itertools.product(*by_axis))
     return tuple(choice for choice in choices if is_valid_choice(space, choice, mesh))
 
 

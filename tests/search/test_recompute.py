@@ -191,6 +191,22 @@ def check_choice(
     assert sum(o.time_s for o in picked) <= min(times) * (1 + gap)
 
 
+@pytest.mark.parametrize("limit", range(43, 54))
+def test_options_that_fill_the_memory_to_the_last_byte_are_found(limit: int) -> None:
+    times = (1.0, 0.0), (0.0, 0.0, 1.0)
+    kept = (0, 7), (7, 6, 0)
+    late = (0, 0), (1, 3, 0)
+    blocks = [
+        [Option(kept_bytes=k, late_bytes=n, own_bytes=(k,), time_s=t) for k, n, t in zip(*each)]
+        for each in zip(kept, late, times)
+    ]
+    moments = Moments(  # not in order: three micro-batches are held
+        kept=np.array([[3, 3]]), late=np.array([[0, 1]]), running=np.array([0]),
+        phase=np.array([0]), others_bytes=np.array([2.0]),
+    )  # fmt: skip
+    check_choice(blocks, moments, limit)
+
+
 @given(chains(), st.data(), st.integers(0, 60))
 def test_no_other_options_of_blocks_in_order_are_faster(
     blocks: list[list[Option]], data: st.DataObject, limit: int
