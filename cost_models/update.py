@@ -7,12 +7,22 @@ and writes all but the gradient. Other updates are scaled by their memory traffi
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 
 from autopar.cost_models.calls import OpCall, TensorSpec
 from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.work import Family, OpWork, Work
+
+
+class UpdateScope(StrEnum):
+    """What the update of an element may depend on: the same element of gradient and state (Adam),
+    the whole parameter (Muon, Adafactor), or all parameters of the model."""
+
+    ELEMENT = "element"
+    PARAMETER = "parameter"
+    MODEL = "model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +33,8 @@ class OptimizerSpec:
     update also holds temporaries: ``temporaries_of_all`` times the size of all parameters updated
     at once, ``temporaries_of_one`` times that of the current one, and ``temporaries_before`` times
     that of the previous one. ``is_joint``: it always updates all parameters of a device at once.
+    ``scope``: a parameter is stored whole unless it is ``ELEMENT``, and all on each device if it is
+    ``MODEL``.
     """
 
     num_states: int
@@ -31,6 +43,7 @@ class OptimizerSpec:
     temporaries_of_one: float = 0.0
     temporaries_before: float = 0.0
     is_joint: bool = False
+    scope: UpdateScope = UpdateScope.ELEMENT
 
     @property
     def num_passes(self) -> int:

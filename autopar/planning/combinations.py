@@ -25,6 +25,7 @@ from autopar.base.errors import ConstraintError
 from autopar.cost_models import ComputeModel, CostError, RooflineModel
 from autopar.cost_models.compute import is_product
 from autopar.cost_models.op_work import work
+from autopar.cost_models.update import UpdateScope
 from autopar.ir.graph import Op
 from autopar.ir.mesh import Mesh
 from autopar.lowering.stages import staged_blocks
@@ -109,6 +110,8 @@ class Combinations:
         space, most = self.space, max(self.num_blocks, 1)
         if num_devices == 1:
             return "a pipeline was asked for" if space.is_pipeline else None
+        if self.optimizer.scope is UpdateScope.MODEL:
+            return "the optimizer is not known to update each parameter by itself"
         if space.num_stages is not None and space.num_stages < num_devices:
             return f"num_stages={space.num_stages} is less than one stage per pipeline rank"
         if num_devices > most:

@@ -284,6 +284,12 @@ def _check_exists(priced: PricedGraph, kind: Parallelism, axis: int) -> None:
     where = f"{kind} on axis {mesh.axis_names[axis]!r}"
     if kind in _ON_THE_BATCH:
         _check_batch(priced, where, axis, size)
+    parameters = priced.pricing.graph.parameters
+    if kind is Parallelism.ZERO3 and any(map(priced.pricing.stores_whole, parameters)):
+        raise ConstraintError(
+            f"{where}: the optimizer is not known to update each element by itself, so each device "
+            "stores whole parameters; use an optimizer such as AdamW without hooks"
+        )
     if kind is Parallelism.ONE_WEIRD_TRICK:
         _check_one_weird_trick(priced, where)
     if kind not in _ON_THE_BATCH and not _any_op(

@@ -24,7 +24,7 @@ from autopar.cost_models import (
     ComputeModel,
     RooflineModel,
 )
-from autopar.cost_models.update import OptimizerSpec, adamw
+from autopar.cost_models.update import OptimizerSpec, UpdateScope, adamw
 from autopar.frontend.capture import Captured
 from autopar.ir.update import Update
 from autopar.lowering.program import Traces
@@ -106,8 +106,8 @@ def make_planned(
     ``may_update_early``, and nothing fits otherwise. On accelerators tensors move to the host if
     the space leaves it open, the runtime ``may_move`` them, and nothing fits otherwise. The time
     limit counts from ``begun_s`` on, a moment of the process's clock. Raises ConstraintError if the
-    constraints or the memory leave no strategy, OptimizerError for an early update that the
-    optimizer excludes.
+    constraints or the memory leave no strategy, OptimizerError for an early update or a pipeline
+    that the optimizer excludes.
     """
     setting = make_setting(
         captured, cluster, space.at_first(cluster), constraints=constraints, compute=compute,
@@ -121,6 +121,12 @@ def make_planned(
             "update='early' updates one parameter after the other, and this optimizer is not known "
             "to update each element by itself; use one such as torch.optim.AdamW without hooks, or "
             "update='at_end'"
+        )
+    if space.pipeline is not None and setting.optimizer.scope is UpdateScope.MODEL:
+        raise OptimizerError(
+            "a pipeline has parameters on different devices, and this optimizer is not known to "
+            "update each parameter by itself; use one such as torch.optim.AdamW without hooks, or "
+            "num_stages=1"
         )
     setting.check_capacity()
     return _planned(*_fitted(setting, space))

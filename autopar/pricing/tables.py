@@ -34,7 +34,13 @@ from autopar.cost_models import (
     Source,
 )
 from autopar.cost_models.estimate import Estimate, weakest
-from autopar.cost_models.update import FUSED_ADAMW, OptimizerSpec, adamw, update_call
+from autopar.cost_models.update import (
+    FUSED_ADAMW,
+    OptimizerSpec,
+    UpdateScope,
+    adamw,
+    update_call,
+)
 from autopar.ir.choice import Choice
 from autopar.ir.graph import Op, Value, ValueKind
 from autopar.ir.mesh import Mesh
@@ -335,6 +341,8 @@ class Pricing:
         key = (value.kind, value.shape, dtypes, self._is_trained(value), digits, first, held)
         if key not in self._value_tables:
             options = [held] if held else split_placements(value, self.mesh, (R,), digits)
+            if self.stores_whole(value) and not held:
+                options = [(R,) * self.mesh.num_axes]
             if (cut := self.microbatches) is not None:
                 options = [p for p in options if cut.allows_stored(value.index, p, self.mesh)]
             sizes = np.array([self.local_bytes(value, p) for p in options], dtype=float)
@@ -346,6 +354,10 @@ class Pricing:
                 gradient_bytes=sizes * (value.kind is ValueKind.PARAMETER and self._sums(value)),
             )
         return self._value_tables[key]
+
+    def stores_whole(self, value: Value) -> bool:
+        """Whether the optimizer updates a parameter as a whole only."""
+        return self._is_trained(value) and self.optimizer.scope is not UpdateScope.ELEMENT
 
     def _holding_s(self, value: Value, sizes: Array) -> Array:
         """Seconds per step of a stored value: a parameter's update, an input's copy."""

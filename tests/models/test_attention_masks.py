@@ -102,10 +102,12 @@ def test_attention_has_a_mask_only_where_eager_mode_has_one(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = MODELS[name]()
-    batch = {"input_ids": IDS, "labels": IDS}
-    wanted = in_eager_mode(model, batch, monkeypatch)
-    assert wanted
-    assert captured(model, batch) == wanted
+    batch: dict[str, Any] = {"input_ids": IDS, "labels": IDS}
+    for uses_cache in (True, False):  # only without one packed sequences are looked for
+        model.config.use_cache = uses_cache
+        wanted = in_eager_mode(model, batch, monkeypatch)
+        assert wanted
+        assert captured(model, batch) == wanted
 
 
 def test_a_mask_that_depends_on_an_input_stays() -> None:
@@ -115,9 +117,39 @@ def test_a_mask_that_depends_on_an_input_stays() -> None:
         assert captured(model, batch) == [(True, False, False)]
 
 
+def test_packed_sequences_keep_their_mask() -> None:
+    """Positions of a batch are an input, whose values no graph can look at."""
+    model = MODELS["shared keys"]()
+    model.config.use_cache = False
+    packed = torch.arange(12) % 6
+    for positions in (packed, torch.arange(12)):
+        batch = {"input_ids": IDS, "labels": IDS, "position_ids": positions.expand(2, -1)}
+        assert captured(model, batch) == [(True, False, False)]
+
+
+class Packing(nn.Module):
+    """Packs two sequences in each row by positions of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = MODELS["shared keys"]()
+        self.inner.config.use_cache = False
+
+    def forward(self, input_ids: Tensor) -> Any:
+        positions = (torch.arange(12) % 6).unsqueeze(0)
+        return self.inner(input_ids, labels=input_ids, position_ids=positions)
+
+
+def test_constant_positions_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Packing()
+    wanted = in_eager_mode(model, {"input_ids": IDS}, monkeypatch)
+    assert wanted == [(True, False, False)]
+    assert captured(model, {"input_ids": IDS}) == wanted
+
+
 def test_a_capture_leaves_transformers_as_it_was() -> None:
-    model, exporting = MODELS["shared keys"](), masking_utils.is_torchdynamo_exporting
+    model, before = MODELS["shared keys"](), dict(vars(masking_utils))
     for batch in ({"input_ids": IDS}, {"unknown": IDS}):
         with contextlib.suppress(AutoparError):
             capture(model, batch)
-        assert masking_utils.is_torchdynamo_exporting is exporting
+        assert vars(masking_utils) == before

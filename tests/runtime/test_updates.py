@@ -204,7 +204,6 @@ def refused(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         (partial(torch.optim.AdamW, fused=True), 2, True, (0, 0, 0)),
         (MAKES["adam"], 3, True, (0, 0, 0)),
         (MAKES["rmsprop"], 1, False, (0, 1, 1)),
-        (torch.optim.LBFGS, 2, True, (0, 0, 0)),
         (refused, 2, True, (0, 0, 0)),
     ],
 )

@@ -26,7 +26,7 @@ from autopar.base.errors import OptimizerError
 from autopar.base.spelling import closest
 from autopar.base.torch_private import FUSED_KERNELS, PeakOfNew, has_step_hooks
 from autopar.cost_models import DeviceSpec
-from autopar.cost_models.update import OptimizerSpec, adamw
+from autopar.cost_models.update import OptimizerSpec, UpdateScope, adamw
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import local_shape
 from autopar.lowering.types import ParameterProgram
@@ -79,23 +79,13 @@ def check_optimizer(
     optimizer: torch.optim.Optimizer, programs: Sequence[ParameterProgram], mesh: Mesh
 ) -> None:
     """Raise OptimizerError if the optimizer does not support the plan's shards."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise OptimizerError(
-            "LBFGS evaluates the model several times in one step, which train_step does not do; "
-            "pass an optimizer such as functools.partial(torch.optim.AdamW, lr=3e-4)"
-        )
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise OptimizerError(
-            "SparseAdam takes sparse gradients, and those of a compiled model are dense, also of "
-            "embeddings with sparse=True; pass functools.partial(torch.optim.Adam, lr=1e-3), which "
-            "decays the moments of all rows in each step"
-        )
-    if is_elementwise(optimizer):
+    _check_kind(optimizer)
+    scope = scope_of(optimizer)
+    if scope is UpdateScope.ELEMENT:
         return
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    has_hooks = has_step_hooks(optimizer)
-    if has_hooks:
+    if has_step_hooks(optimizer):
         name += " with step hooks"
     trained = [program for program in programs if program.trainable]
     for program in trained:
@@ -106,7 +96,7 @@ def check_optimizer(
                 f"update. {_use(ELEMENTWISE)}, or a plan that stores this parameter whole on "
                 "every device"
             )
-    if kind in PARAMETERWISE and not has_hooks:
+    if scope is UpdateScope.PARAMETER:
         return
     for program in trained:
         if program.devices != trained[0].devices:
@@ -118,9 +108,31 @@ def check_optimizer(
             )
 
 
+def _check_kind(optimizer: torch.optim.Optimizer) -> None:
+    """Raise OptimizerError for an optimizer that cannot train any compiled model."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise OptimizerError(
+            "LBFGS evaluates the model several times in one step, which train_step does not do; "
+            "pass an optimizer such as functools.partial(torch.optim.AdamW, lr=3e-4)"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise OptimizerError(
+            "SparseAdam takes sparse gradients, and those of a compiled model are dense, also of "
+            "embeddings with sparse=True; pass functools.partial(torch.optim.Adam, lr=1e-3), which "
+            "decays the moments of all rows in each step"
+        )
+
+
+def scope_of(optimizer: torch.optim.Optimizer) -> UpdateScope:
+    """What an update is known to depend on."""
+    if has_step_hooks(optimizer) or type(optimizer) not in PARAMETERWISE:
+        return UpdateScope.MODEL
+    return UpdateScope.ELEMENT if type(optimizer) in ELEMENTWISE else UpdateScope.PARAMETER
+
+
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer is known to update each element independently."""
-    return type(optimizer) in ELEMENTWISE and not has_step_hooks(optimizer)
+    return scope_of(optimizer) is UpdateScope.ELEMENT
 
 
 def check_early_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -314,30 +326,35 @@ def optimizer_spec(
     """The cost model's description of the user's optimizer, from steps over small parameters.
 
     It is AdamW's if there is none, or if it does not run alone. With clipping all gradients are
-    complete before any is used.
+    complete before any is used. Raises OptimizerError for one that cannot train any model.
     """
     if make is None:
         return replace(adamw(device), is_joint=is_clipped)
+    scope = UpdateScope.ELEMENT
     parameters = [nn.Parameter(torch.zeros(_PROBE, device="cpu")) for _ in range(3)]
     try:
+        optimizer = make(parameters[:1])
+        _check_kind(optimizer)
+        scope = scope_of(optimizer)
         held = [
             round(_held_in_step(make, parameters[:num], device) / parameters[0].nbytes, 1)
             for num in (1, 2, 3)
         ]
-        optimizer = make(parameters[:1])
         is_fused = all(
             group.get("fused") or (device.kind == "cpu" and _may_be_fused(optimizer, group))
             for group in optimizer.param_groups
         )
-        is_joint = is_clipped or not is_elementwise(optimizer)
         materialize_state(optimizer)
         state = optimizer.state.get(parameters[0], {})
+    except OptimizerError:
+        raise
     except Exception as error:  # it may need the model's own parameters
         _log.warning(
             "memory and time of the update are those of AdamW: optimizer=... makes none from three "
             "parameters of shape %s: %s: %s", _PROBE, type(error).__name__, error,
         )  # fmt: skip
-        return replace(adamw(device), is_joint=is_clipped)
+        is_joint = is_clipped or scope is not UpdateScope.ELEMENT
+        return replace(adamw(device), is_joint=is_joint, scope=scope)
     num_states = sum(is_like_parameter(value, parameters[0]) for value in state.values())
     of_all = round(held[2] - held[1], 1)
     return OptimizerSpec(
@@ -346,7 +363,8 @@ def optimizer_spec(
         temporaries_of_all=of_all,
         temporaries_of_one=round(held[0] - of_all, 1),
         temporaries_before=round(held[1] - held[0] - of_all, 1),
-        is_joint=is_joint,
+        is_joint=is_clipped or scope is not UpdateScope.ELEMENT,
+        scope=scope,
     )
 
 
