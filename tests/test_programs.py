@@ -150,7 +150,7 @@ def test_context_parallel_attention_gathers_keys_and_values():
     pins = {"scaled_dot_product_attention*": "s", "linear_1": "m1", "linear_2": "m1"}
     result, query, key = attention_planned({"cp": 4}, pins, heads=2, shared=1)
     assert query == (1, 2, 16, 8)
-    assert key == (1, 1, 64, 8)
+    assert key == (1, 2, 64, 8)  # gathered as one head, and repeated beside the mask
     sizes = {
         kind: [c.size_bytes for c in result.program.collectives() if c.kind == kind]
         for kind in ("all_gather", "reduce_scatter")

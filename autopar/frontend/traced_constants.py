@@ -23,7 +23,7 @@ def constant_of(tensor: Tensor) -> Tensor | None:
     if not all(map(_is_fixed, sources)) or any(map(_writes, _users(sources))):
         return None
     values: dict[fx.Node, Any] = {}
-    with outside_of_tracing(), torch.no_grad():
+    with outside_of_tracing():  # not under no_grad(), which would be recorded
         for node in sources:
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
