@@ -10,6 +10,7 @@ from typing import Protocol
 from autopar.cost_models.calls import OpCall, TensorSpec
 from autopar.cost_models.efficiency import EfficiencyTable, kernel_time_s, table_of
 from autopar.cost_models.estimate import OpEstimate, Source
+from autopar.cost_models.gpu_attention import attention_part
 from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.matrix_work import ATTENTION_CAUSAL_AT
 from autopar.cost_models.op_work import bytes_moved, flops, work
@@ -61,11 +62,17 @@ class RooflineModel:
     def _estimate(self, call: OpCall) -> OpEstimate:
         todo = work(call)
         peak = peak_flops_per_s(todo, self.device)
-        part = _visited_part(call) if todo.family == Family.ATTENTION else 1.0
 
         def seconds(direction: Work) -> float:
-            done = replace(direction, flops=round(direction.flops * part))
-            return kernel_time_s(done, todo.family, peak, self.device, self.efficiency, todo.dtype)
+            part = None
+            if todo.family == Family.ATTENTION and direction.num_kernels:
+                visited = round(direction.flops * _visited_part(call))
+                part = _attention_part(call, self.device, is_backward=direction is todo.input_grad)
+                direction = replace(direction, flops=visited)
+            return kernel_time_s(
+                direction, todo.family, peak, self.device, self.efficiency, todo.dtype,
+                compute_part=part,
+            )  # fmt: skip
 
         found = OpEstimate(
             seconds(todo.forward) or self.device.dispatch_s,
@@ -104,6 +111,18 @@ def _visited_part(call: OpCall) -> float:
     diagonal = min(rows, columns)
     visited = diagonal * (diagonal + 1) / 2 + (rows - diagonal) * columns
     return visited / max(rows * columns, 1)
+
+
+def _attention_part(call: OpCall, device: DeviceSpec, *, is_backward: bool) -> float | None:
+    """The part of the peak that fused attention reaches, where its kernels were measured."""
+    query, key, *_ = call.tensors()
+    if device.kind != "cuda" or query.dtype.itemsize != 2:
+        return None
+    return attention_part(
+        device, query.shape, key.shape[-2], is_backward=is_backward,
+        is_causal=bool(call.argument(ATTENTION_CAUSAL_AT[call.name], "is_causal", False)),
+        is_masked=len(call.tensors()) > 3,
+    )  # fmt: skip
 
 
 def _unfused(call: OpCall, device: DeviceSpec) -> tuple[OpCall, ...]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from msgspec import structs
 
+from autopar.cost_models.gpu_attention import attention_file, kernel_of
 from autopar.cost_models.gpu_curves import (
     Chip,
     Curves,
@@ -79,9 +80,9 @@ class EfficiencyTable:
 
 # From published ranges, not fitted, so every family has the assumed error; `table_of` replaces that
 # of the families with curves. Large bfloat16 products reach 0.65 to 0.75 of a datasheet's dense
-# rate (clocks fall under load), fused attention 0.5 to 0.6 forward; memory-bound kernels 0.85 to
-# 0.9 of the bandwidth, depthwise convolutions about half of it, as neighbouring outputs read the
-# same inputs.
+# rate (clocks fall under load); memory-bound kernels 0.85 to 0.9 of the bandwidth, depthwise
+# convolutions about half of it, as neighbouring outputs read the same inputs. Fused attention in
+# half precision is in `gpu_attention`.
 CUDA = EfficiencyTable(
     default=FamilyEfficiency(compute=0.5, memory=0.85),
     families={
@@ -170,6 +171,11 @@ def table_of(device: DeviceSpec) -> EfficiencyTable:
             if name in names
         ]
         families[family] = replace(CUDA.of(family), error_factor=1 + max(spreads))
+    spread = attention_file().spread
+    error = max(each.left_out_median for each in spread.values())
+    if chip.float16.source == "fitted" and kernel_of(device) == "cudnn":
+        error = spread["cudnn"].median  # the device of its measurements
+    families[Family.ATTENTION] = replace(CUDA.of(Family.ATTENTION), error_factor=1 + error)
     return replace(CUDA, families=families, curves=chip)
 
 
@@ -180,13 +186,20 @@ def kernel_time_s(
     device: DeviceSpec,
     table: EfficiencyTable,
     dtype: torch.dtype = torch.float32,
+    *,
+    compute_part: float | None = None,
 ) -> float:
-    """Seconds of one direction of a call: the roofline at the fractions of the peaks it reaches."""
+    """Seconds of one direction of a call: the roofline at the fractions of the peaks it reaches.
+
+    ``compute_part`` is the fraction of the arithmetic one for families without a curve here, where
+    it is known.
+    """
     if work.num_kernels == 0:
         return 0.0
+    peak = peak_flops_per_s
     if table.curves is not None:
-        return _curve_s(work, family, peak_flops_per_s, device, table, dtype)
-    return _roofline_s(work, family, peak_flops_per_s, device, table, 0.0)
+        return _curve_s(work, family, peak, device, table, dtype, compute_part)
+    return _roofline_s(work, family, peak, device, table, 0.0, compute_part)
 
 
 def _curve_s(
@@ -196,6 +209,7 @@ def _curve_s(
     device: DeviceSpec,
     table: EfficiencyTable,
     dtype: torch.dtype,
+    compute_part: float | None,
 ) -> float:
     """By the chip's curves; families without one keep the table's, with the chip's fixed time."""
     assert table.curves is not None
@@ -214,7 +228,8 @@ def _curve_s(
         time_s = max(float(traffic_s(work.size_bytes, device, curve)), arithmetic_s)
         fixed_s, overlap = curve.fixed_s, curve.overlap
     else:
-        return _roofline_s(work, family, peak, device, table, curves.pointwise.fixed_s)
+        least_kernel_s = curves.pointwise.fixed_s
+        return _roofline_s(work, family, peak, device, table, least_kernel_s, compute_part)
     fixed_s = work.num_kernels * max(device.kernel_launch_s, fixed_s)
     return float(joined_s(max(time_s, bound_s), fixed_s, overlap))
 
@@ -262,9 +277,11 @@ def _roofline_s(
     device: DeviceSpec,
     table: EfficiencyTable,
     least_kernel_s: float,
+    compute_part: float | None,
 ) -> float:
     curve = table.of(family)
-    compute_part = curve.compute * _matrix_part(work.matrix, curve, device, table)
+    if compute_part is None:
+        compute_part = curve.compute * _matrix_part(work.matrix, curve, device, table)
     compute_s = work.flops / (peak_flops_per_s * compute_part)
     bandwidth = device.memory_bandwidth_bytes_per_s
     if work.size_bytes / work.num_kernels <= device.cache_bytes:
