@@ -169,11 +169,13 @@ def rounded(curve: AttentionCurve) -> AttentionCurve:
     return AttentionCurve(**values)
 
 
+def by_kernel_of_hopper() -> dict[Kernel, list[Row]]:
+    kernels: tuple[Kernel, ...] = ("cudnn", "flash")
+    return {k: rows_of([one for one in PUBLISHED if one.kernel == k]) for k in kernels}
+
+
 def main() -> None:
-    by_kernel = {
-        kernel: rows_of([one for one in PUBLISHED if one.kernel == kernel])
-        for kernel in ("cudnn", "flash")
-    }
+    by_kernel = by_kernel_of_hopper()
     cudnn, on_hopper = fitted(by_kernel["cudnn"]), fitted(by_kernel["flash"])
     # On Ampere, whose instructions FlashAttention-2 is written in, it reaches more of the peak.
     flash = scaled(

@@ -3,6 +3,7 @@
 Run: ``python benchmarks/gpu_prices.py FOLDER``, about a minute on one core. Kernels are priced by
 fits that did not see them: over five folds of the shapes, and over each chip left out; they are
 compared with the plain roofline and with the errors that NeuSight's authors published on this data.
+Fused attention is compared with figures of papers.
 Gradient-boosted trees on the sizes of convolutions, over the same folds, miss the 10% asked too.
 Collectives are in `gpu_collectives`. Prints and writes ``benchmarks/results/gpu_prices.json``.
 """
@@ -15,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fit_gpu_attention import by_kernel_of_hopper, folded
 from fit_gpu_prices import PASSES, Result, devices, errors, read, run
 from gpu_collectives import collectives, show, summary
 from setting import setting
+
+from autopar.cost_models.gpu_attention import attention_file
 
 RESULT = Path(__file__).parent / "results" / "gpu_prices.json"
 ASKED = {
@@ -64,6 +68,20 @@ def kernels(folder: Path, results: dict[tuple[str, str], Result]) -> dict[str, A
     return found
 
 
+def attention() -> dict[str, Any]:
+    """Fused attention in half precision by figures of papers, which `fit_gpu_attention` lists."""
+    left_out = attention_file().spread
+    found = {}
+    for kernel, rows in by_kernel_of_hopper().items():
+        roof = np.array([1 - part for part, *_ in rows])  # of a time at the peak
+        found[f"{kernel} on H100"] = {
+            "unseen figures": summary(np.abs(np.expm1(folded(rows)))),
+            "roofline": summary(roof),
+            "another device or kernel, median": round(100 * left_out[kernel].left_out_median, 1),
+        }
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path, help="where the measurements lie")
@@ -73,8 +91,11 @@ def main() -> None:
         "setting": setting("numpy", "scipy"),
         "asked, in percent": ASKED,
         "kernels": kernels(folder, results),
+        "attention": attention(),
         "collectives": collectives(folder),
     }
+    for kernel, of in found["attention"].items():
+        print(f"attention by {kernel}: {of}")
     for name, of in found["kernels"].items():
         print(f"{name}: unseen {of['unseen shapes']}, roofline {of['roofline']}, ", end="")
         print(f"best published mean {of['best published mean']}")
