@@ -39,18 +39,21 @@ class Dropping(nn.Module):
 
 
 class DroppingAttention(nn.Module):
-    """Attention with dropout, in which row ``hidden`` attends to nothing."""
+    """Attention with dropout, in which row ``hidden`` attends to nothing; all query heads may share
+    one of the keys, and the attention be causal."""
 
-    def __init__(self, share: float, hidden: int | None = None) -> None:
+    def __init__(self, share: float, hidden: int | None = None, *, is_shared: bool = False) -> None:
         super().__init__()
-        self.layer, self.share = nn.Linear(6, 6), share
+        self.layer, self.share, self.is_shared = nn.Linear(6, 6), share, is_shared
         shown = torch.arange(4)[:, None].expand(4, 4) != hidden
         self.register_buffer("mask", None if hidden is None else shown)
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.layer(x).view(2, 4, 2, 3).transpose(1, 2)
+        keys = heads[:, :1] if self.is_shared else heads
         return F.scaled_dot_product_attention(
-            heads, heads, heads, self.mask, dropout_p=self.share
+            heads, keys, keys, self.mask, dropout_p=self.share,
+            is_causal=self.is_shared, enable_gqa=self.is_shared,
         ).square().mean()  # fmt: skip
 
 
@@ -62,8 +65,9 @@ class DroppingAttention(nn.Module):
         lambda: [Dropping(0.1, 0.5), Dropping(0.0, 0.5)],
         lambda: [DroppingAttention(0.2), DroppingAttention(0.2)],
         lambda: [DroppingAttention(0.2, hidden=2), DroppingAttention(0.2, hidden=2)],
+        lambda: [DroppingAttention(0.2, is_shared=True), DroppingAttention(0.2, is_shared=True)],
     ],
-    ids=["one", "three", "another", "attention", "masked_attention"],
+    ids=["one", "three", "another", "attention", "masked_attention", "shared_keys"],
 )
 def test_a_model_drops_in_an_array_what_it_drops_alone(make: Any) -> None:
     torch.manual_seed(0)

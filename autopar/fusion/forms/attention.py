@@ -58,10 +58,15 @@ def dropped_attention_form(call: Call) -> Results | None:
 
     A row that the mask hides as a whole attends to nothing.
     """
-    if not call.draws or call.argument("enable_gqa"):
+    if not call.draws:
         return None
     query, key, value = (call.at(place, 0) for place in range(3))
     size, width = call.shape(query), call.shape(query)[-1]
+    if call.argument("enable_gqa"):
+        key, value = (
+            call.emit(aten.repeat_interleave.self_int, x, size[-3] // call.shape(x)[-3], -3)
+            for x in (key, value)
+        )
     scale = call.argument("scale") or 1 / math.sqrt(width)
     turned = call.emit(aten.transpose.int, key, -2, -1)
     left = call.emit(aten.mul.Tensor, query, math.sqrt(scale))
