@@ -112,3 +112,38 @@ def test_an_axis_of_size_one_changes_nothing_but_the_words_of_a_plan() -> None:
         planned({"x": 2, "y": 2, "z": 1}, Pin("0", "n m0 unknown"))
     forced = planned({"x": 4, "y": 1}, Force("tensor_parallel", axis="y"))
     assert splits(forced) == [[*each, "-"] for each in splits(planned({"x": 4}))]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axis"), [({"dp": None, "tp": None}, "tp"), (None, None), ({"a": None}, "a")]
+)
+@pytest.mark.parametrize("schedule", [None, "auto", "1f1b"])
+def test_a_forced_strategy_is_not_fulfilled_by_an_axis_of_one_device(
+    mesh: dict[str, int | None] | None, axis: str | None, schedule: str | None
+) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    options = {
+        "example_inputs": (torch.randn(16, 64),), "mesh": mesh, "schedule": schedule,
+        "loss_fn": lambda y: y.square().mean(),
+        "constraints": [Force("tensor_parallel", axis=axis)],
+    }  # fmt: skip
+    cluster = Cluster.preset("h100-sxm", nodes=1, devices_per_node=4)
+    plan = autopar.plan(model, cluster, **options)
+    sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes))
+    assert (math.prod(sizes.values()) if axis is None else sizes[axis]) > 1
+    assert plan.is_pipeline or schedule != "1f1b"
+    # One device is all there is.
+    alone = Cluster.preset("h100-sxm", nodes=1, devices_per_node=1)
+    if schedule != "1f1b":
+        assert autopar.plan(model, alone, **options).mesh.axis_sizes in ((1,), (1, 1))
+
+
+def test_a_size_of_one_that_is_given_fulfils_a_forced_strategy() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    cluster = Cluster.preset("h100-sxm", nodes=1, devices_per_node=4)
+    plan = autopar.plan(
+        model, cluster, example_inputs=(torch.randn(16, 64),), mesh={"tp": 1}, schedule="1f1b",
+        loss_fn=lambda y: y.square().mean(), constraints=[Force("tensor_parallel", axis="tp")],
+    )  # fmt: skip
+    assert plan.is_pipeline
+    assert plan.mesh.axis_sizes == (1,)

@@ -114,6 +114,8 @@ class Combinations:
             return "the optimizer is not known to update each parameter by itself"
         if space.num_stages is not None and space.num_stages < num_devices:
             return f"num_stages={space.num_stages} is less than one stage per pipeline rank"
+        if not self.space.candidates(self.cluster, num_devices):
+            return "the forced strategy needs several devices on its axis"
         if num_devices > most:
             return f"this model has only {most} place{'s' * (most > 1)} where a stage can begin"
         return None
@@ -135,10 +137,7 @@ class Combinations:
     def all(self) -> Iterator[Combination]:
         """Every combination, including those found impossible later."""
         for num_devices in self.device_counts():
-            meshes = candidate_meshes(
-                self.cluster, self.space.mesh, num_pipeline_devices=num_devices,
-                kept_axes=self.space.kept_axes,
-            )  # fmt: skip
+            meshes = self.space.candidates(self.cluster, num_devices)
             for num in self.microbatch_counts(num_devices):
                 for mesh in meshes:
                     yield Combination(num_devices, num, mesh)

@@ -250,6 +250,12 @@ def named_axes(
     return frozenset(axis for axis in named if axis is not None)
 
 
+def forced_axes(constraints: Sequence[Constraint] | Constraint) -> frozenset[str | None]:
+    """The axes that strategies are forced on, None for all of a mesh."""
+    given = constraints if isinstance(constraints, Sequence) else [constraints]
+    return frozenset(each.axis for each in given if isinstance(each, Force))
+
+
 def _masks(priced: PricedGraph, constraint: Constraint) -> Masks:
     if isinstance(constraint, Pin):
         return _pin_masks(priced, constraint)

@@ -64,7 +64,8 @@ class Space:
     memory decides. ``reduce_every_microbatch``: likewise, whether gradients that are stored as
     shards are reduced in every micro-batch. ``offload``: tensors may move to the host where the
     memory needs it; None if they may where nothing else fits an accelerator. ``kept_axes``: the
-    axes that are not merged with others where the mesh has many.
+    axes that are not merged with others where the mesh has many. ``forced_axes``: those that a
+    strategy is forced on, None for the mesh as a whole.
     """
 
     mesh: MeshSizes | None = None
@@ -78,6 +79,7 @@ class Space:
     reduce_every_microbatch: bool | None = None
     offload: bool | None = None
     kept_axes: frozenset[str] = frozenset()
+    forced_axes: frozenset[str | None] = frozenset()
 
     @property
     def is_pipeline(self) -> bool:
@@ -117,12 +119,33 @@ class Space:
         counts = [self.point()[0]]
         if self.is_open and self.num_stages != 1:
             counts = pipeline_device_counts(cluster, self.mesh) or [1]
-        return tuple(
-            mesh
-            for count in counts
-            for mesh in candidate_meshes(
+        return tuple(mesh for count in counts for mesh in self.candidates(cluster, count))
+
+    def candidates(self, cluster: Cluster, num_pipeline_devices: int) -> tuple[Mesh, ...]:
+        """The meshes of each of so many pipeline ranks (see `candidate_meshes`).
+
+        If the sizes allow it, an axis with a forced strategy has several devices: one alone would
+        fulfil any strategy.
+        """
+
+        def all_of(count: int) -> tuple[Mesh, ...]:
+            return candidate_meshes(
                 cluster, self.mesh, num_pipeline_devices=count, kept_axes=self.kept_axes
             )
+
+        found = all_of(num_pipeline_devices)
+        splitting = tuple(filter(self._splits_forced_axes, found))
+        if splitting or not (self.forced_axes and self.is_open):
+            return splitting or found
+        others = map(all_of, pipeline_device_counts(cluster, self.mesh))
+        can_split = any(self._splits_forced_axes(mesh) for each in others for mesh in each)
+        return () if can_split else found
+
+    def _splits_forced_axes(self, mesh: Mesh) -> bool:
+        sizes = dict(zip(mesh.axis_names, mesh.axis_sizes))
+        return all(
+            (mesh.num_devices if axis is None else sizes.get(axis, 2)) > 1
+            for axis in self.forced_axes
         )
 
     def microbatch_counts(self, batch: int) -> list[int]:
