@@ -14,9 +14,9 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from autopar.base.torch_private import FakeTensor, outside_of_tracing, pytree
+from autopar.base.torch_private import outside_of_tracing, pytree
 from autopar.frontend.traced_constants import constant_of
 
 _MODULE = "transformers.masking_utils"
@@ -40,7 +40,7 @@ def masks_of_eager_mode() -> Iterator[None]:
         return
     instead: dict[str, Any] = {
         "is_torchdynamo_exporting": lambda: False,
-        "is_tracing": lambda tensor=None: isinstance(tensor, FakeTensor),
+        "is_tracing": lambda tensor=None: type(tensor) not in (Tensor, nn.Parameter),
     }
     instead |= {name: _decided(getattr(module, name, None)) for name in _DECISIONS}
     before = {name: getattr(module, name) for name in instead if hasattr(module, name)}
