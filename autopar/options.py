@@ -15,7 +15,7 @@ from autopar.ir.precision import Precision
 from autopar.ir.update import Update
 from autopar.passes.batch_norm import check_batch_norm
 from autopar.planning.constraints import Constraint, Forbid, Force, forced_axes, named_axes
-from autopar.planning.meshes import MeshSizes, check_mesh
+from autopar.planning.meshes import AXIS_NAMES, MeshSizes, check_mesh
 from autopar.planning.recompute_request import Recompute, RecomputeOption
 from autopar.planning.space import Space, space_of
 from autopar.plans.document import Plan
@@ -132,7 +132,7 @@ class PlanOptions:
             reduce_every_microbatch=self.reduce_every_microbatch,
             offload=self.offload,
             kept_axes=named_axes(self.constraints, self.mesh or ()),
-            forced_axes=forced_axes(self.constraints),
+            forced_axes=forced_axes(self.constraints, self.mesh or AXIS_NAMES),
         )
 
     def searched(self) -> list[str]:

@@ -66,9 +66,11 @@ class RooflineModel:
         def seconds(direction: Work) -> float:
             part = None
             if todo.family == Family.ATTENTION and direction.num_kernels:
-                visited = round(direction.flops * _visited_part(call))
-                part = _attention_part(call, self.device, is_backward=direction is todo.input_grad)
-                direction = replace(direction, flops=visited)
+                visited = _visited_part(call)
+                part = _attention_part(
+                    call, self.device, visited, is_backward=direction is todo.input_grad
+                )
+                direction = replace(direction, flops=round(direction.flops * visited))
             return kernel_time_s(
                 direction, todo.family, peak, self.device, self.efficiency, todo.dtype,
                 compute_part=part,
@@ -113,14 +115,15 @@ def _visited_part(call: OpCall) -> float:
     return visited / max(rows * columns, 1)
 
 
-def _attention_part(call: OpCall, device: DeviceSpec, *, is_backward: bool) -> float | None:
+def _attention_part(
+    call: OpCall, device: DeviceSpec, visited: float, *, is_backward: bool
+) -> float | None:
     """The part of the peak that fused attention reaches, where its kernels were measured."""
     query, key, *_ = call.tensors()
     if device.kind != "cuda" or query.dtype.itemsize != 2:
         return None
     return attention_part(
-        device, query.shape, key.shape[-2], is_backward=is_backward,
-        is_causal=bool(call.argument(ATTENTION_CAUSAL_AT[call.name], "is_causal", False)),
+        device, query.shape, key.shape[-2], visited=visited, is_backward=is_backward,
         is_masked=len(call.tensors()) > 3,
     )  # fmt: skip
 

@@ -21,16 +21,18 @@ from autopar.cost_models.gpu_curves import Spread
 from autopar.cost_models.hardware import DeviceSpec
 
 Kernel = Literal["cudnn", "flash", "efficient"]
-_BLOCK_ROWS = 128
+_BLOCKS = 64, 128
+"""Sides of a block; the smaller one is for what fits it."""
 # As of matrix products: half of the idle units of the last wave are won back.
 _WAVE = 0.5
 
 
 class AttentionCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One kernel. ``forward`` and ``backward``: the part of the peak that long sequences without a
-    mask reach, by the width of a head. A block loses ``start_up`` columns in a forward pass and
-    ``start_up_backward`` in a backward pass, ``causal_start_up`` more if the attention is causal,
-    which reaches the part ``causal`` of the rest. Only scores that it computes are work.
+    mask reach, by the width of a head. A block of rows passes over the columns, in a backward pass
+    a block of columns over the rows, and loses ``start_up`` or ``start_up_backward`` of them,
+    ``causal_start_up`` more if the attention is causal, which reaches the part ``causal`` of the
+    rest. Only scores that it computes are work.
     """
 
     forward: dict[int, float]
@@ -41,9 +43,9 @@ class AttentionCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     causal_start_up: float
 
     def part(
-        self, width: Any, columns: Any, *, is_causal: bool = False, is_backward: bool = False
+        self, width: Any, passed: Any, *, is_causal: bool = False, is_backward: bool = False
     ) -> Any:
-        """The part of the peak for heads of a width and a number of keys, or arrays of these.
+        """The part of the peak for heads of a width and what a block passes over, or arrays.
 
         Between fitted widths it is interpolated over the logarithm; below the least it is in
         proportion, as exponentials take the time, and beyond the largest that of the largest.
@@ -56,7 +58,7 @@ class AttentionCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         at = np.log2(np.maximum(width, 1))
         reached = np.interp(at, np.log2(widths), [parts[w] for w in widths])
         reached = reached * np.minimum(1.0, np.asarray(width) / widths[0])
-        return reached * (self.causal if is_causal else 1.0) * columns / (columns + start)
+        return reached * (self.causal if is_causal else 1.0) * passed / (passed + start)
 
 
 class AttentionFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -89,15 +91,23 @@ def attention_part(
     query: tuple[int, ...],
     columns: int,
     *,
-    is_causal: bool,
+    visited: float,
     is_masked: bool,
     is_backward: bool,
 ) -> float:
-    """The part of the device's peak for a query ``[..., rows, width]`` and a number of keys."""
+    """The part of the device's peak for a query ``[..., rows, width]`` and a number of keys.
+
+    ``visited``: the part of the scores that is computed, less than 1 if the attention is causal.
+    """
     *batch, rows, width = query
+    divided, passed = (columns, rows) if is_backward else (rows, columns)
     curve = attention_file().kernels[kernel_of(device, is_masked=is_masked)]
-    part = float(curve.part(width, columns, is_causal=is_causal, is_backward=is_backward))
-    sides = columns if is_backward else rows
-    waves = math.prod(batch) * math.ceil(sides / _BLOCK_ROWS) / device.num_units
+    part = float(curve.part(width, passed, is_backward=is_backward))
+    if visited < 1:  # at most as long as all scores
+        causal = curve.part(width, passed, is_causal=True, is_backward=is_backward)
+        part = max(float(causal), visited * part)
+    side = next(side for side in _BLOCKS if divided <= side or side == _BLOCKS[-1])
+    blocks = math.ceil(divided / side)
+    waves = math.prod(batch) * blocks / device.num_units
     lasting = max(1.0, (1 - _WAVE) * waves + _WAVE * math.ceil(waves))
-    return max(part * waves / lasting, 1e-6)
+    return max(part * divided / (blocks * side) * waves / lasting, 1e-6)

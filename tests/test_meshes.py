@@ -147,3 +147,37 @@ def test_a_size_of_one_that_is_given_fulfils_a_forced_strategy() -> None:
     )  # fmt: skip
     assert plan.is_pipeline
     assert plan.mesh.axis_sizes == (1,)
+
+
+@pytest.mark.parametrize("schedule", [None, "1f1b"])
+@pytest.mark.parametrize(
+    ("constraints", "num_split"),
+    [
+        ([Pin("1.weight", stored="R S0")], 1),
+        ([Pin("1", "- n")], 1),
+        ([Force("data_parallel", axis="dp"), Force("tensor_parallel", axis="tp")], 2),
+        # Three axes do not fit four devices, two do.
+        (
+            [Force("zero3", "dp"), Force("tensor_parallel", "tp"), Force("data_parallel", "z")],
+            2,
+        ),
+    ],
+)
+def test_as_many_axes_as_can_be_split_are(
+    constraints: list[Pin | Force], num_split: int, schedule: str | None
+) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    cluster = Cluster.preset("h100-sxm", nodes=1, devices_per_node=4 if schedule is None else 8)
+    mesh: dict[str, int | None] = {"dp": None, "tp": None}
+    if num_split < len(constraints):
+        mesh["z"] = None
+    plan = autopar.plan(
+        model, cluster, example_inputs=(torch.randn(16, 64),), mesh=mesh, schedule=schedule,
+        num_stages=None if schedule is None else 2, loss_fn=lambda y: y.square().mean(),
+        constraints=constraints,
+    )  # fmt: skip
+    sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes))
+    if len(constraints) == 1:
+        assert sizes["tp"] > 1
+    else:
+        assert sum(size > 1 for size in sizes.values()) == num_split

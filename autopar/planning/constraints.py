@@ -250,10 +250,18 @@ def named_axes(
     return frozenset(axis for axis in named if axis is not None)
 
 
-def forced_axes(constraints: Sequence[Constraint] | Constraint) -> frozenset[str | None]:
-    """The axes that strategies are forced on, None for all of a mesh."""
-    given = constraints if isinstance(constraints, Sequence) else [constraints]
-    return frozenset(each.axis for each in given if isinstance(each, Force))
+def forced_axes(
+    constraints: Sequence[Constraint] | Constraint, axes: Iterable[str]
+) -> frozenset[str | None]:
+    """The axes that strategies are forced on, None for all of a mesh, and those of ``axes`` that
+    pins split."""
+    given, names = constraints if isinstance(constraints, Sequence) else [constraints], list(axes)
+    found: set[str | None] = {each.axis for each in given if isinstance(each, Force)}
+    for pin in given:
+        if isinstance(pin, Pin):
+            words = pin.stored_wanted if pin.choice is None else pin.choice_wanted.splits
+            found |= {name for name, word in zip(names, words) if word not in (None, R)}
+    return frozenset(found)
 
 
 def _masks(priced: PricedGraph, constraint: Constraint) -> Masks:

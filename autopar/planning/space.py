@@ -65,7 +65,7 @@ class Space:
     shards are reduced in every micro-batch. ``offload``: tensors may move to the host where the
     memory needs it; None if they may where nothing else fits an accelerator. ``kept_axes``: the
     axes that are not merged with others where the mesh has many. ``forced_axes``: those that a
-    strategy is forced on, None for the mesh as a whole.
+    strategy is forced on, or that a pin splits, None for the mesh as a whole.
     """
 
     mesh: MeshSizes | None = None
@@ -124,7 +124,7 @@ class Space:
     def candidates(self, cluster: Cluster, num_pipeline_devices: int) -> tuple[Mesh, ...]:
         """The meshes of each of so many pipeline ranks (see `candidate_meshes`).
 
-        If the sizes allow it, an axis with a forced strategy has several devices: one alone would
+        As many as can be of the axes with a forced strategy have several devices: one alone would
         fulfil any strategy.
         """
 
@@ -134,17 +134,22 @@ class Space:
             )
 
         found = all_of(num_pipeline_devices)
-        splitting = tuple(filter(self._splits_forced_axes, found))
-        if splitting or not (self.forced_axes and self.is_open):
-            return splitting or found
-        others = map(all_of, pipeline_device_counts(cluster, self.mesh))
-        can_split = any(self._splits_forced_axes(mesh) for each in others for mesh in each)
-        return () if can_split else found
+        counts = [num_pipeline_devices]
+        if self.is_open and self.forced_axes:
+            counts = [n for n in pipeline_device_counts(cluster, self.mesh) if self._may_have(n)]
+        split = (self._num_forced_split(mesh) for count in counts for mesh in all_of(count))
+        most = max(split, default=0)
+        return tuple(mesh for mesh in found if self._num_forced_split(mesh) == most)
 
-    def _splits_forced_axes(self, mesh: Mesh) -> bool:
+    def _may_have(self, num_pipeline_devices: int) -> bool:
+        if num_pipeline_devices == 1:
+            return not self.is_pipeline
+        return self.num_stages is None or num_pipeline_devices <= self.num_stages
+
+    def _num_forced_split(self, mesh: Mesh) -> int:
         sizes = dict(zip(mesh.axis_names, mesh.axis_sizes))
-        return all(
-            (mesh.num_devices if axis is None else sizes.get(axis, 2)) > 1
+        return sum(
+            (mesh.num_devices if axis is None else sizes.get(axis, 1)) > 1
             for axis in self.forced_axes
         )
 

@@ -243,6 +243,15 @@ def slice_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | No
     )
 
 
+@register("aten.diff.default", keeps=KEEPS_NOTHING)
+def diff_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | None:
+    """``diff(x, n, dim, prepend, append)``; along ``dim`` all operands are whole."""
+    if not inputs[0].shape:
+        return None
+    dim = op.args[2] if len(op.args) > 2 else dict(op.kwargs).get("dim", -1)
+    return _one_dim_apart(inputs, outputs, dim % len(inputs[0].shape), is_linear=True)
+
+
 def _index_select_space(
     op: Op, inputs: Sequence[Value], outputs: Outputs, dim: int
 ) -> Space | None:

@@ -81,12 +81,15 @@ def test_the_kernel_of_each_device() -> None:
 def test_more_of_anything_takes_longer(preset: str, is_causal: bool) -> None:
     for change in range(4):
         before = (0.0, 0.0)
-        for factor in (1, 2, 3, 5, 8, 12):
-            sizes = [1, 2, 96, 24]
-            sizes[change] *= factor
+        for more in (0, 1, 31, 32, 33, 64, 160, 161, 700, 5000):
+            sizes = [3, 16, 32, 24]
+            sizes[change] += more
             found = seconds(preset, tuple(sizes), is_causal=is_causal)  # type: ignore[arg-type]
-            assert all(a <= b * (1 + 1e-9) for a, b in zip(before, found)), (change, factor)
+            assert all(a <= b * (1 + 1e-9) for a, b in zip(before, found)), (change, more)
             before = found
+            if is_causal:
+                full = seconds(preset, tuple(sizes))  # type: ignore[arg-type]
+                assert all(a <= b * (1 + 1e-9) for a, b in zip(found, full)), (change, more)
 
 
 def test_the_error_is_that_of_calls_and_devices_that_the_fit_did_not_see() -> None:

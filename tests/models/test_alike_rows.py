@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import MistralConfig, MistralForCausalLM
 
 from autopar.base.torch_private import returns_views
 from autopar.frontend.capture import capture
@@ -129,12 +129,12 @@ def test_rows_that_differ_stay() -> None:
 
 
 def test_masks_of_a_decoder_take_the_memory_of_one_sequence() -> None:
-    config = LlamaConfig(
+    config = MistralConfig(  # whose window is a mask, unlike plain causal attention
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, vocab_size=128, use_cache=False,
+        num_key_value_heads=4, vocab_size=128, use_cache=False, sliding_window=4096,
     )  # fmt: skip
     with torch.device("meta"):
-        model, ids = LlamaForCausalLM(config), torch.zeros(512, 8192, dtype=torch.int64)
+        model, ids = MistralForCausalLM(config), torch.zeros(512, 8192, dtype=torch.int64)
     graph = capture(model, {"input_ids": ids, "labels": ids}).graph
     assert max(made_elements(graph)) == 8192 * 8192
     assert any(v.fixed and v.shape == (512, 1, 8192, 8192) for v in graph.values)

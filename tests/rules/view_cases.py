@@ -109,6 +109,17 @@ def slice_(draw: Draw, new: New):
     )
 
 
+@case("aten.diff.default")
+def diff(draw: Draw, new: New):
+    shape, order = list(shape_of(draw)), draw(st.integers(1, 2))
+    dim = dim_of(draw, tuple(shape)) % len(shape)
+    shape[dim] += order
+    others = []
+    for size in (draw(st.sampled_from([None, 1, 3])) for _ in range(2)):
+        others.append(None if size is None else new(*shape[:dim], size, *shape[dim + 1 :]))
+    return new(*shape), order, dim, *others
+
+
 @case("aten.narrow.default")
 def narrow(draw: Draw, new: New):
     shape = shape_of(draw)
