@@ -66,6 +66,7 @@ __all__ = [
     "inlined_higher_order_body",
     "is_composite",
     "is_overload",
+    "is_wrapped",
     "keyed_leaves",
     "lazy_graph_module",
     "norm_each",
@@ -280,6 +281,17 @@ def custom_op_function(target: Any) -> tuple[str, Any] | None:
 
 packs_sequences = torch._pack_padded_sequence
 """What ``torch.nn.utils.rnn.pack_padded_sequence`` calls (2.11 to 2.13)."""
+
+
+def is_wrapped(value: Any) -> bool:
+    """Whether a tensor is one of a transform of ``torch.func``, such as ``vmap``, outside of which
+    nothing can be computed from it.
+
+    ``torch._C._functorch.is_functorch_wrapped_tensor`` (2.11 to 2.13).
+    """
+    return isinstance(value, torch.Tensor) and bool(
+        torch._C._functorch.is_functorch_wrapped_tensor(value)
+    )
 
 
 def in_reverse_mode() -> bool:

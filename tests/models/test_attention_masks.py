@@ -14,6 +14,8 @@ from transformers import (
     BertForMaskedLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -55,6 +57,12 @@ MODELS = {
     ),
     "window beyond the sequence": lambda: MistralForCausalLM(
         MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=64)
+    ),
+    "window of both directions": lambda: Gemma3ForCausalLM(  # a mask made under vmap
+        Gemma3TextConfig(
+            **SIZES, num_key_value_heads=2, head_dim=8, sliding_window=4,
+            use_bidirectional_attention=True, layer_types=["sliding_attention"],
+        )
     ),
     "latent attention": latent,
     "both directions": lambda: BertForMaskedLM(BertConfig(**SIZES)),

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.base.errors import CaptureError
-from autopar.base.torch_private import is_composite, pytree, written_arguments
+from autopar.base.torch_private import is_composite, is_wrapped, pytree, written_arguments
 from autopar.frontend.reader import location
 from autopar.frontend.rewrites.edit import Ops, meta_of, value_of
 from autopar.ir.overwrite import overwrite
@@ -85,6 +85,8 @@ def _share_returned_inputs(
         if written.isdisjoint(map(_storage, (node, *node.all_input_nodes))):
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), meta_of)
+        if any(map(is_wrapped, pytree.tree_leaves((args, kwargs)))):
+            continue  # inside vmap
         results = node.target(*args, **kwargs)
         for source in node.all_input_nodes:
             if results is source.meta.get("val"):
