@@ -32,7 +32,6 @@ class Series:
     """TFLOP/s over `COLUMNS` tokens a sequence, 16,384 tokens and 2,048 channels in all."""
 
     kernel: Kernel
-    device: str
     peak: float
     width: int
     tflops: tuple[float, ...]
@@ -42,12 +41,11 @@ class Series:
 
 
 def _h100(kernel: Kernel, width: int, *tflops: float, **kwargs: Any) -> Series:
-    return Series(
-        kernel=kernel, device="H100", peak=H100_TFLOPS, width=width, tflops=tflops, **kwargs
-    )
+    return Series(kernel=kernel, peak=H100_TFLOPS, width=width, tflops=tflops, **kwargs)
 
 
 FA3 = "Shah et al., FlashAttention-3, NeurIPS 2024, figures 5 and 6: H100 80GB SXM5, float16"
+FA3 += ", by a third party's transcription of the figures"
 FA2 = "Dao, FlashAttention-2, ICLR 2024, section 4.1: at most 230 TFLOP/s (73%) forward and 63% "
 FA2 += "of the peak backward on an A100 80GB SXM4"
 A5000 = "gpu-mode/ring-attention, issue 10: FlashAttention-2 on RTX A5000"
@@ -72,8 +70,8 @@ PUBLISHED = (
 )
 ON_A5000 = tuple(
     Series(
-        kernel="flash", device="A5000", peak=A5000_TFLOPS, width=64, tflops=tflops,
-        is_backward=is_backward, columns=COLUMNS[:5],
+        kernel="flash", peak=A5000_TFLOPS, width=64, tflops=tflops, is_backward=is_backward,
+        columns=COLUMNS[:5],
     )
     for tflops, is_backward in (
         ((84.08, 81.02, 81.31, 81.69, 81.86), False),
@@ -154,7 +152,7 @@ def scaled(curve: AttentionCurve, forward: float, backward: float) -> AttentionC
 
 
 def best_of(curve: AttentionCurve, *, is_backward: bool) -> float:
-    """What a kernel reaches at most over the widths and sequences that were measured."""
+    """The largest part of the peak over the widths and sequences that were measured."""
     widths = curve.backward if is_backward else curve.forward
     return max(float(curve.part(w, COLUMNS[-1], is_backward=is_backward)) for w in widths)
 

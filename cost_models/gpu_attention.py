@@ -17,14 +17,12 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from autopar.cost_models.gpu_curves import Spread
+from autopar.cost_models.gpu_curves import Spread, lasting_waves
 from autopar.cost_models.hardware import DeviceSpec
 
 Kernel = Literal["cudnn", "flash", "efficient"]
 _BLOCKS = 64, 128
 """Sides of a block; the smaller one is for what fits it."""
-# As of matrix products: half of the idle units of the last wave are won back.
-_WAVE = 0.5
 
 
 class AttentionCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -109,5 +107,4 @@ def attention_part(
     side = next(side for side in _BLOCKS if divided <= side or side == _BLOCKS[-1])
     blocks = math.ceil(divided / side)
     waves = math.prod(batch) * blocks / device.num_units
-    lasting = max(1.0, (1 - _WAVE) * waves + _WAVE * math.ceil(waves))
-    return max(part * divided / (blocks * side) * waves / lasting, 1e-6)
+    return max(part * divided / (blocks * side) * waves / float(lasting_waves(waves)), 1e-6)

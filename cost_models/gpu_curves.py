@@ -151,6 +151,11 @@ def joined_s(time_s: Any, fixed_s: float, overlap: float) -> Any:
     return largest * parts ** (1 / overlap)
 
 
+def lasting_waves(waves: Any) -> Any:
+    """The waves that blocks last for, of a number or an array of full ones."""
+    return np.maximum(1.0, (1 - _WAVE) * waves + _WAVE * np.ceil(waves))
+
+
 def product_s(
     m: Any, n: Any, k: Any, batch: Any, *, item_bytes: int, peak: float, device: DeviceSpec,
     curve: ProductCurve, compute: float, divided: bool = True,
@@ -164,7 +169,7 @@ def product_s(
     blocks = batch * np.ceil(m / tile_m) * np.ceil(n / tile_n) * splits
     depth = k / splits
     waves = blocks / device.num_units
-    lasting = np.maximum(1.0, (1 - _WAVE) * waves + _WAVE * np.ceil(waves))
+    lasting = lasting_waves(waves)
     part: Any = compute
     if curve.ragged < 1:
         part = part * np.where((m % 8 > 0) | (n % 8 > 0), curve.ragged, 1.0)

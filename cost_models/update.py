@@ -17,8 +17,8 @@ from autopar.cost_models.work import Family, OpWork, Work
 
 
 class UpdateScope(StrEnum):
-    """What the update of an element may depend on: the same element of gradient and state (Adam),
-    the whole parameter (Muon, Adafactor), or all parameters of the model."""
+    """The tensors that the update of one element reads: its own element of gradient and state
+    (Adam), the whole parameter (Muon, Adafactor), or all parameters of the model."""
 
     ELEMENT = "element"
     PARAMETER = "parameter"

@@ -45,6 +45,18 @@ def nodes_in(argument: Any) -> Iterator[fx.Node]:
         yield from nodes_in(tuple(argument.values()))
 
 
+def nodes_before(results: Any) -> set[fx.Node]:
+    """The nodes that results are computed from, and themselves."""
+    found: set[fx.Node] = set()
+    stack = list(nodes_in(results))
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
+
+
 def call_groups(graph: fx.Graph, kind_of: Callable[[fx.Node], Any]) -> list[Group] | None:
     """The groups of a graph; None if an input, a parameter or a constant is written to.
 

@@ -28,7 +28,7 @@ from autopar.base.torch_private import (
     pytree,
 )
 from autopar.base.torch_registrations import decomposed_trace, without_repeated_registrations
-from autopar.frontend.call_groups import Group, call_groups, is_call, nodes_in, operands
+from autopar.frontend.call_groups import Group, call_groups, is_call, nodes_before, operands
 
 
 class Decomposed(NamedTuple):
@@ -192,7 +192,7 @@ def _bodies(groups: Sequence[Group]) -> list[_Body] | None:
     for group, spec in zip(groups, specs, strict=True):
         own = [next(placeholders) for _ in operands(group)]
         read = pytree.tree_unflatten([next(leaves) for _ in range(spec.num_leaves)], spec)
-        nodes = [node for node in _before(read) if node.op != "placeholder"]
+        nodes = [node for node in nodes_before(read) if node.op != "placeholder"]
         nodes.sort(key=order.__getitem__)
         # What a view of a written tensor becomes where it is returned is part of the last call.
         places = [node.meta.get("custom", {}).get(_PLACE, len(group) - 1) for node in nodes]
@@ -223,18 +223,6 @@ def _again(operand: fx.Node) -> Tensor:
     """Another tensor laid out like an operand; it needs a gradient if that is a parameter."""
     value = operand.meta["val"]
     return value.detach().requires_grad_(operand.op == "placeholder" and value.requires_grad)
-
-
-def _before(results: Any) -> set[fx.Node]:
-    """The nodes that results are computed from, and themselves."""
-    found: set[fx.Node] = set()
-    stack = list(nodes_in(results))
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += node.all_input_nodes
-    return found
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -134,8 +134,10 @@ class Space:
             )
 
         found = all_of(num_pipeline_devices)
+        if not self.forced_axes:
+            return found
         counts = [num_pipeline_devices]
-        if self.is_open and self.forced_axes:
+        if self.is_open:
             counts = [n for n in pipeline_device_counts(cluster, self.mesh) if self._may_have(n)]
         split = (self._num_forced_split(mesh) for count in counts for mesh in all_of(count))
         most = max(split, default=0)

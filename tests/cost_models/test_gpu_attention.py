@@ -27,7 +27,7 @@ def seconds(
     is_masked: bool = False,
     dtype: torch.dtype = torch.float16,
 ) -> tuple[float, float]:
-    """Of the forward and of the backward pass."""
+    """Seconds of the forward and of the backward pass."""
     one = TensorSpec(shape, dtype, requires_grad=True)
     mask = TensorSpec((shape[2], shape[2]), torch.bool) if is_masked else None
     call = OpCall(OPERATOR, (one, one, one, mask, 0.0, is_causal))

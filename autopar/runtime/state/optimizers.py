@@ -124,7 +124,7 @@ def _check_kind(optimizer: torch.optim.Optimizer) -> None:
 
 
 def scope_of(optimizer: torch.optim.Optimizer) -> UpdateScope:
-    """What an update is known to depend on."""
+    """The scope of an optimizer's update; that of the model where nothing is known."""
     if has_step_hooks(optimizer) or type(optimizer) not in PARAMETERWISE:
         return UpdateScope.MODEL
     return UpdateScope.ELEMENT if type(optimizer) in ELEMENTWISE else UpdateScope.PARAMETER
