@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
@@ -22,8 +22,9 @@ from autopar.base.gc_pause import collector_paused
 from autopar.base.spelling import refusing_unknown_keywords
 from autopar.cost_models import Cluster, CommunicationModel, ComputeModel, default_store_path
 from autopar.frontend.autocast import refuse_autocast
-from autopar.frontend.capture import Captured, capture, check_model
+from autopar.frontend.capture import Captured, capture, check_model, split_inputs
 from autopar.frontend.checking.gradients import check_trainable, compare_with_eager
+from autopar.frontend.full_masks import full_masks_of
 from autopar.frontend.targets import LossFn
 from autopar.fusion.array import Array
 from autopar.fusion.members import LEAVE, check_array, members_of
@@ -191,20 +192,28 @@ def plan(
         )
     space, begun_s = options.space(cluster.num_devices), time.process_time()
     with in_turn(), collector_paused(), show_progress(progress) as say:
-        say("capture")
-        captured = capture(model, example_inputs, loss_fn=loss_fn, precision=options.precision)
-        return make_planned(
-            prepare(captured, batch_norm),
-            cluster,
-            space,
-            constraints=constraints,
-            compute=compute,
-            optimizer=optimizer_spec(optimizer, cluster.device),
-            update=options.update,
-            time_limit_s=time_limit_s,
-            begun_s=begun_s,
-            progress=say,
-        ).plan
+
+        def planned(full_masks: Collection[str] | None) -> Plan:
+            say("capture")
+            captured = capture(
+                model, example_inputs, loss_fn=loss_fn, precision=options.precision,
+                full_masks=full_masks,
+            )  # fmt: skip
+            return make_planned(
+                prepare(captured, batch_norm),
+                cluster,
+                space,
+                constraints=constraints,
+                compute=compute,
+                optimizer=optimizer_spec(optimizer, cluster.device),
+                update=options.update,
+                time_limit_s=time_limit_s,
+                begun_s=begun_s,
+                progress=say,
+            ).plan
+
+        found = planned(None if options.takes_other_batches else ())
+        return planned(()) if _lacks_masks(found) else found
 
 
 @overload
@@ -412,22 +421,46 @@ class _Compiler:
                 fork_server.begin()  # it imports torch while this process plans
             replayed = self._replayed()
             precision = self._precision(replayed)
-            say("capture")
             if captured is None:
-                captured = capture(
-                    self.model, inputs, loss_fn=self.planning.loss_fn, precision=precision
-                )
-            if self.options.check_gradients:
-                say("check gradients")
-                self._check_gradients(captured, inputs)
-            if self.options.running.optimizer is not None:
-                check_trainable(captured.graph)
-            prepared = prepare(captured, self.planning.batch_norm)
-            communication = self._collectives(prepared, say)
-            chosen = replayed or _agreed(lambda: self._search(prepared, communication, say))
+                masks = self._full_masks(inputs, replayed)
+                captured = self._captured(inputs, precision, masks, say)
+            self._check(captured, inputs, say)
+            chosen = replayed or self._planned(captured, say)
+            if replayed is None and _lacks_masks(chosen):
+                captured = self._captured(inputs, precision, (), say)
+                chosen = self._planned(captured, say)
             release_cached()
             say("lower")
             return self._start(captured, chosen)
+
+    def _full_masks(self, inputs: Any, replayed: Plan | None) -> Collection[str]:
+        """The masks that the program leaves out: the plan's, or those that are full on rank 0."""
+        if replayed is not None:
+            return replayed.graph.full_masks
+        if not self.planning.takes_other_batches:
+            return ()
+        return from_first_rank(lambda: full_masks_of(*split_inputs(inputs)), "the masks")
+
+    def _captured(
+        self, inputs: Any, precision: Precision | None, full_masks: Collection[str], say: Progress
+    ) -> Captured:
+        say("capture")
+        return capture(
+            self.model, inputs, loss_fn=self.planning.loss_fn, precision=precision,
+            full_masks=full_masks,
+        )  # fmt: skip
+
+    def _check(self, captured: Captured, inputs: Any, say: Progress) -> None:
+        if self.options.check_gradients:
+            say("check gradients")
+            self._check_gradients(captured, inputs)
+        if self.options.running.optimizer is not None:
+            check_trainable(captured.graph)
+
+    def _planned(self, captured: Captured, say: Progress) -> Plan:
+        prepared = prepare(captured, self.planning.batch_norm)
+        communication = self._collectives(prepared, say)
+        return _agreed(lambda: self._search(prepared, communication, say))
 
     def _replayed(self) -> Plan | None:
         given = self.options.plan
@@ -542,6 +575,11 @@ class _Compiler:
             running.optimizer, chosen.cluster.device, is_clipped=self.options.clips_at_end
         )
         return movement_of(chosen, program, spec)
+
+
+def _lacks_masks(plan: Plan) -> bool:
+    """Whether a plan leaves masks out, and its model can have no second program with them."""
+    return plan.offload is not None and bool(plan.graph.full_masks)
 
 
 def _agreed(make: Callable[[], Plan]) -> Plan:

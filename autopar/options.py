@@ -13,7 +13,7 @@ from autopar.cost_models.hardware import is_count
 from autopar.frontend.targets import LossFn, check_loss_fn
 from autopar.ir.precision import Precision
 from autopar.ir.update import Update
-from autopar.passes.batch_norm import check_batch_norm
+from autopar.passes.batch_norm import BatchNorm, check_batch_norm
 from autopar.planning.constraints import Constraint, Forbid, Force, forced_axes, named_axes
 from autopar.planning.meshes import AXIS_NAMES, MeshSizes, check_mesh
 from autopar.planning.recompute_request import Recompute, RecomputeOption
@@ -134,6 +134,11 @@ class PlanOptions:
             kept_axes=named_axes(self.constraints, self.mesh or ()),
             forced_axes=forced_axes(self.constraints, self.mesh or AXIS_NAMES),
         )
+
+    @property
+    def takes_other_batches(self) -> bool:
+        """Whether a plan's model can train on batches that need a program of their own."""
+        return self.offload is not True and self.batch_norm == BatchNorm.GLOBAL
 
     def searched(self) -> list[str]:
         """The keywords given that a plan decides, as ``name=value``."""

@@ -4,7 +4,8 @@ In eager mode ``transformers`` passes ``is_causal=True`` and no mask where nothi
 packed, so that flash kernels visit half of the scores. Under ``torch.export`` it passes a mask of
 all scores instead: a graph that has ``is_causal=True`` is wrong for one query, and no graph can
 look at values. A capture holds for its own shapes only, and may look at values that depend on
-constants only, such as the positions of a batch that gives none.
+constants only, such as the positions of a batch that gives none, and on masks that are full, where
+it holds for full masks only.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar.base.torch_private import outside_of_tracing, pytree
-from autopar.frontend.traced_constants import constant_of
+from autopar.frontend.full_masks import FullMasks
 
 _MODULE = "transformers.masking_utils"
 _DECISIONS = (
@@ -29,10 +30,11 @@ _DECISIONS = (
 
 
 @contextlib.contextmanager
-def masks_of_eager_mode() -> Iterator[None]:
+def masks_of_eager_mode(full: FullMasks) -> Iterator[None]:
     """Have models of ``transformers`` choose between a mask and ``is_causal`` as in eager mode.
 
-    A mask that depends on an input (``attention_mask``, ``position_ids``) stays.
+    A mask that depends on an input (``attention_mask``, ``position_ids``) stays, unless that is
+    ``full``.
     """
     module = sys.modules.get(_MODULE)
     if module is None:
@@ -42,7 +44,7 @@ def masks_of_eager_mode() -> Iterator[None]:
         "is_torchdynamo_exporting": lambda: False,
         "is_tracing": lambda tensor=None: type(tensor) not in (Tensor, nn.Parameter),
     }
-    instead |= {name: _decided(getattr(module, name, None)) for name in _DECISIONS}
+    instead |= {name: _decided(getattr(module, name, None), full) for name in _DECISIONS}
     before = {name: getattr(module, name) for name in instead if hasattr(module, name)}
     for name in before:
         setattr(module, name, instead[name])
@@ -53,17 +55,20 @@ def masks_of_eager_mode() -> Iterator[None]:
             setattr(module, name, original)
 
 
-def _decided(function: Any) -> Callable[..., Any]:
-    """The function, which decides by the values of its tensors where these are constants."""
+def _decided(function: Any, full: FullMasks) -> Callable[..., Any]:
+    """The function, which decides by the values of its tensors where these are known."""
 
     def decide(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        values = [constant_of(x) if isinstance(x, Tensor) else x for x in leaves]
+        values = [full.value_of(x) if isinstance(x, Tensor) else x for x in leaves]
         if all(v is not None or x is None for v, x in zip(values, leaves)):
             own_args, own_kwargs = pytree.tree_unflatten(values, spec)
             with outside_of_tracing():
                 decision = function(*own_args, **own_kwargs)
             if not isinstance(decision, Tensor):
+                for x in leaves:
+                    if decision is not False and isinstance(x, Tensor):
+                        full.note_use(x)
                 return decision
         return function(*args, **kwargs)
 

@@ -13,7 +13,7 @@ import contextlib
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,7 @@ from autopar.frontend.autocast import refuse_autocast
 from autopar.frontend.checking.failing import failure_of, first_line
 from autopar.frontend.copies import copy_with
 from autopar.frontend.decomposition import decomposed
+from autopar.frontend.full_masks import FullMasks, full_masks_of
 from autopar.frontend.low_precision import call_model, in_single
 from autopar.frontend.overlaps import refuse_overlaps
 from autopar.frontend.reader import DATA_DEPENDENT_FIX, ProgramReader
@@ -100,7 +101,8 @@ class _OutputNote:
 class Step(nn.Module):
     """The model together with its loss: returns (loss or None, flat output tensors).
 
-    ``within`` is entered around each call of the model and its loss.
+    ``within`` is entered around each call of the model and its loss. ``full`` is told of each call
+    that is traced.
     """
 
     def __init__(
@@ -112,9 +114,11 @@ class Step(nn.Module):
         with_loss: bool,
         within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         precision: Precision | None = None,
+        full: FullMasks | None = None,
     ) -> None:
         super().__init__()
         self.within = within
+        self.full = full
         self.with_loss = with_loss
         self.precision = precision
         self.model = model
@@ -125,6 +129,8 @@ class Step(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         target_args: tuple[Any, ...] = ()
         target_kwargs: dict[str, Any] = {}
+        if self.full is not None:
+            self.full.trace(args, kwargs)
         if self.targets is not None:
             args, kwargs, (target_args, target_kwargs) = self.targets.take(args, kwargs)
         held = HeldTensors(self) if torch.compiler.is_exporting() else None
@@ -199,13 +205,16 @@ def capture(
     training: bool | None = None,
     differentiable: bool = True,
     precision: Precision | None = None,
+    full_masks: Collection[str] | None = None,
 ) -> Captured:
     """Capture one call of ``model`` on the global batch; the model itself is not changed.
 
     It is captured in its current mode, module by module, or as after ``model.train(training)``.
     With ``differentiable`` off only its forward pass is captured: the graph has no loss, and no
     gradient flows through any value. With a ``precision`` the graph begins with the casts of
-    parameters and inputs (see `autopar.ir.precision`).
+    parameters and inputs (see `autopar.ir.precision`). The graph may depend on the inputs named in
+    ``full_masks`` being all ones, by default those of the example inputs that are; the signature
+    names those that it depends on (see `autopar.frontend.full_masks`).
 
     Raises CaptureError with the user's file and line where the model cannot be captured, and
     InputError for inputs that do not fit.
@@ -216,6 +225,7 @@ def capture(
     refuse_packed(example_inputs)
     args, kwargs = split_inputs(example_inputs)
     targets = None if loss_fn is None else find_targets(loss_fn, model, args, kwargs)
+    full = FullMasks(full_masks_of(args, kwargs) if full_masks is None else full_masks)
 
     def stepped(make: Callable[[Tensor], Tensor]) -> Step:
         memo: dict[int, Any] = {}
@@ -226,6 +236,7 @@ def capture(
             with_loss=differentiable,
             within=untraced_calls,
             precision=precision,
+            full=full,
         )
         return made if training is None else made.train(training)
 
@@ -233,17 +244,17 @@ def capture(
     with torch.inference_mode(False), torch.enable_grad():
         if differentiable:
             refuse_hooks(model)
-        step, program = _exported(stepped, args, kwargs)
+        step, program = _exported(stepped, args, kwargs, full)
     graph = ProgramReader(model, program, differentiable=differentiable).read()
     verify(graph)
     refuse_running_statistics(graph)
     refuse_overlaps(model, loss_fn, graph, program.constants)
-    signature = _signature(step, graph, args, kwargs)
+    signature = _signature(step, graph, args, kwargs, full)
     return Captured(graph=graph, signature=signature, precision=precision)
 
 
 def _exported(
-    stepped: Callable[[Callable[[Tensor], Tensor]], Step], args: Any, kwargs: Any
+    stepped: Callable[[Callable[[Tensor], Tensor]], Step], args: Any, kwargs: Any, full: FullMasks
 ) -> tuple[Step, Any]:
     """The model with its loss over fake tensors, and its exported program.
 
@@ -262,7 +273,7 @@ def _exported(
         without_generated_code(),
         without_fake_tensor_log(),
         without_detected_masks(),
-        masks_of_eager_mode(),
+        masks_of_eager_mode(full),
     ):
         try:
             return step, _export(step, fake_args, fake_kwargs)
@@ -394,7 +405,7 @@ def _where(error: BaseException) -> str:
     return ""
 
 
-def _signature(step: Step, graph: Graph, args: Any, kwargs: Any) -> Signature:
+def _signature(step: Step, graph: Graph, args: Any, kwargs: Any, full: FullMasks) -> Signature:
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     names = keyed_leaves((tuple(args), dict(kwargs)))
     slots: list[Any] = []
@@ -413,4 +424,5 @@ def _signature(step: Step, graph: Graph, args: Any, kwargs: Any) -> Signature:
         input_dtypes=tuple(t.dtype for _, t in tensors),
         out_spec=step.output.spec,
         out_leaves=step.output.leaves,
+        full_masks=tuple(name for name in names if name in full.used),
     )

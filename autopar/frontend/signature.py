@@ -39,7 +39,8 @@ class Signature:
 
     ``leaves`` has one entry per flattened argument: the position among the graph's tensor inputs,
     or the constant that was captured. ``input_names`` are the tensor inputs' names as users know
-    them.
+    them. ``full_masks`` are the names of those that must be full, as the graph was captured without
+    them; see `autopar.frontend.full_masks`.
     """
 
     in_spec: Any
@@ -49,6 +50,7 @@ class Signature:
     input_dtypes: tuple[torch.dtype, ...]
     out_spec: Any
     out_leaves: tuple[Any, ...]
+    full_masks: tuple[str, ...] = ()
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensor inputs of a call; raises InputError where it differs from the example.
@@ -195,7 +197,7 @@ class Signature:
 
     def describe(self) -> str:
         return ", ".join(
-            f"{n}: {tuple(s)} {d}"
+            f"{n}: {tuple(s)} {d}" + (", all ones" if n in self.full_masks else "")
             for n, s, d in zip(self.input_names, self.input_shapes, self.input_dtypes)
         )
 

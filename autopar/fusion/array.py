@@ -447,7 +447,7 @@ def _captures_of(members: Sequence[Member], batches: Sequence[Any]) -> list[Capt
         key = capture_key(member.model, member.loss_fn, inputs) if len(members) > 1 else None
         captured = None if key is None else known.get(key)
         if captured is None:
-            captured = capture(member.model, inputs, loss_fn=member.loss_fn)
+            captured = capture(member.model, inputs, loss_fn=member.loss_fn, full_masks=())
             if key is not None:
                 known[key] = captured
         found.append(captured)

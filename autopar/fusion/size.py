@@ -96,7 +96,7 @@ def largest_array(
             f"the cluster has {cluster.num_devices} devices; the largest array is asked for one "
             "device: pass Cluster.preset(name, nodes=1, devices_per_node=1)"
         )
-    captured = capture(model, example_inputs, loss_fn=loss_fn)
+    captured = capture(model, example_inputs, loss_fn=loss_fn, full_masks=())
     spec = optimizer_spec(optimizer, cluster.device)
     constraints = () if memory_bytes is None else (MemoryBudget(memory_bytes),)
     plan = functools.partial(

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from autopar.base.errors import InputError, PlanError
 from autopar.ir.block_names import FIXED, TOTALS, lies_in
-from autopar.ir.graph import Block, Graph, Op
+from autopar.ir.graph import Block, Graph, Op, ValueKind
 from autopar.ir.stages import Stages
 from autopar.lowering.pipeline import forward_schedule, with_pipeline
 from autopar.lowering.program import lower
@@ -30,6 +30,32 @@ def stage_of_blocks(stages: Stages, graph: Graph) -> dict[str, int]:
     Raises PlanError where the graph has no such blocks in this order.
     """
     return stages.of([block.name for block in staged_blocks(graph)])
+
+
+def stages_of_other_graph(stages: Stages, graph: Graph, other: Graph) -> Stages:
+    """The stages of ``graph`` in the graph of another call, whose blocks may have other names.
+
+    Where it has no block of a name, the stage begins at the first block behind which the same
+    parameter is read first. Raises PlanError where there is none, or they have another order.
+    """
+    blocks, own = staged_blocks(other), {block.name: block for block in staged_blocks(graph)}
+    names = [block.name for block in blocks]
+    first_blocks = [names[0]]
+    for name in stages.first_blocks[1:]:
+        if name not in names:
+            first = _first_parameter(graph, own[name].start)
+            alike = (b.name for b in blocks if _first_parameter(other, b.start) == first)
+            name = next(alike, name)
+        first_blocks.append(name)
+    found = Stages(first_blocks=tuple(first_blocks))
+    found.of(names)
+    return found
+
+
+def _first_parameter(graph: Graph, start: int) -> str | None:
+    """The name of the first parameter that ops from ``start`` on read."""
+    read = (graph.values[i] for op in graph.ops[start:] for i in op.inputs)
+    return next((v.target or v.name for v in read if v.kind is ValueKind.PARAMETER), None)
 
 
 def stages_from_cuts(graph: Graph, cuts: Sequence[str]) -> Stages:

@@ -20,7 +20,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements
 from autopar.ir.recomputation import Recomputation
 from autopar.ir.stages import Stages
-from autopar.lowering.stages import lower_staged_forward
+from autopar.lowering.stages import lower_staged_forward, stages_of_other_graph
 from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram
 from autopar.passes.batch_norm import BatchNorm
@@ -111,6 +111,9 @@ class OtherCalls:
                 "the model uses other parameters for a batch of these shapes, so the optimizer's "
                 "state does not fit; train on batches for which it uses the same ones"
             )
+        if pipeline is not None:
+            stages = stages_of_other_graph(pipeline[0], self._strategy.graph, graph)
+            pipeline = stages, pipeline[1]
         held = {p.value: p.stored for p in self._program.parameters}
         if local:
             places = (source.placements for source in self._program.inputs)

@@ -128,6 +128,7 @@ def _describe(graph: Graph, captured: Captured, block_cuts: tuple[str, ...]) -> 
         block_cuts=block_cuts,
         unused=tuple(v.target or v.name for v in graph.unused),
         precision=None if captured.precision is None else PrecisionPlan.of(captured.precision),
+        full_masks=captured.signature.full_masks,
     )
 
 
@@ -236,6 +237,7 @@ def _check_graph(plan: Plan, found: GraphPlan) -> None:
         "batch_norm",
         "precision",
         "inputs",
+        "full_masks",
         "num_parameters",
         "num_ops",
         "parameter_bytes",

@@ -163,6 +163,11 @@ def _check_plan(plan: Plan) -> None:
             "gradients are scattered in every micro-batch where there are several, and no pipeline",
             "$.scattered",
         )
+    if plan.graph.full_masks and plan.offload is not None:
+        raise refused(
+            "a plan that moves tensors is for one program, which has to apply all masks",
+            "$.graph.full_masks",
+        )
     num_axes = len(plan.mesh.axis_names)
     for field in ("inputs", "parameters", "relays"):
         for name, text in getattr(plan, field).items():

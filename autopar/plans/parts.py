@@ -98,7 +98,8 @@ class GraphPlan(_Struct, frozen=True):
     its mixed precision, None if it computes in the model's own dtypes. ``shared``: the names of
     each module and parameter that has several, the one that the plan uses first. ``block_cuts``:
     the modules inside blocks in front of which these are divided, so that a stage can begin there.
-    ``unused``: the parameters that nothing reads.
+    ``unused``: the parameters that nothing reads. ``full_masks``: the inputs that must be all ones,
+    see `autopar.frontend.full_masks`.
     """
 
     fingerprint: str
@@ -111,6 +112,7 @@ class GraphPlan(_Struct, frozen=True):
     shared: tuple[tuple[str, ...], ...] = ()
     block_cuts: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    full_masks: tuple[str, ...] = ()
 
 
 class KnownStrategy(_Struct, frozen=True):

@@ -99,8 +99,12 @@ def _summary(plan: PlanFields) -> Rows:
 
 
 def inputs_text(plan: PlanFields) -> str:
-    """The model's inputs with their dtypes and shapes."""
-    return ", ".join(f"{_input(name)} {text}" for name, text in plan.graph.inputs.items())
+    """The model's inputs with their dtypes and shapes, and which masks are full."""
+    full = plan.graph.full_masks
+    return ", ".join(
+        f"{_input(name)} {text}" + (" of ones" if name in full else "")
+        for name, text in plan.graph.inputs.items()
+    )
 
 
 def _input(name: str) -> str:

@@ -12,6 +12,7 @@ from autopar.runtime.checkpointing import SavingRunner
 from autopar.runtime.loop import LoopRunner
 from autopar.runtime.state.checkpoint_paths import Path
 from autopar.runtime.state.model_optimizers import ModelState
+from autopar.runtime.step.local_calls import BegunCall
 from autopar.runtime.step.timing import RankTimes, Timing
 
 
@@ -35,7 +36,7 @@ class Runner(SavingRunner, LoopRunner, Protocol):
 
     def set_training_program(self, slot: int, program: RankProgram) -> None: ...
 
-    def begin_call(self, shapes: str, *, local: bool, in_each: bool) -> None: ...
+    def begin_call(self, begun: BegunCall) -> bool: ...
 
     @property
     def grad_norm(self) -> Tensor | None: ...

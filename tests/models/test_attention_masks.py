@@ -95,9 +95,9 @@ def in_eager_mode(model: nn.Module, batch: Batch, monkeypatch: pytest.MonkeyPatc
     return found
 
 
-def captured(model: nn.Module, batch: Batch) -> Noted:
+def captured(model: nn.Module, batch: Batch, **options: Any) -> Noted:
     found: Noted = []
-    for op in capture(model, batch).graph.ops:
+    for op in capture(model, batch, **options).graph.ops:
         if op.target is torch.ops.aten.scaled_dot_product_attention.default:
             given = dict(op.kwargs)
             args = (*op.args, *(None, 0.0, False)[len(op.args) - 3 :])
@@ -113,16 +113,35 @@ def test_attention_has_a_mask_only_where_eager_mode_has_one(
     batch: dict[str, Any] = {"input_ids": IDS, "labels": IDS}
     for uses_cache in (True, False):  # only without one packed sequences are looked for
         model.config.use_cache = uses_cache
-        wanted = in_eager_mode(model, batch, monkeypatch)
-        assert wanted
-        assert captured(model, batch) == wanted
+        for masks in ({}, {"attention_mask": torch.ones_like(IDS)}):
+            wanted = in_eager_mode(model, batch | masks, monkeypatch)
+            assert wanted
+            assert captured(model, batch | masks) == wanted
 
 
-def test_a_mask_that_depends_on_an_input_stays() -> None:
+def test_a_mask_stays_unless_it_is_known_to_be_full() -> None:
     model = MODELS["shared keys"]()
-    for mask in (torch.ones_like(IDS), (IDS > 3).long()):
-        batch = {"input_ids": IDS, "labels": IDS, "attention_mask": mask}
-        assert captured(model, batch) == [(True, False, False)]
+    batch = {"input_ids": IDS, "labels": IDS}
+    full, padded = torch.ones_like(IDS), (IDS > 3).long()
+    masked, causal = [(True, False, False)], [(False, True, True)]
+    for mask in (full.bool(), full.float()):
+        assert captured(model, batch | {"attention_mask": mask}) == causal
+    assert captured(model, batch | {"attention_mask": padded}) == masked
+    assert captured(model, batch | {"attention_mask": full}, full_masks=()) == masked
+    without_data = {k: x.to("meta") for k, x in (batch | {"attention_mask": full}).items()}
+    assert captured(model, without_data) == masked
+    assert captured(model, without_data, full_masks=["attention_mask"]) == causal
+
+
+def test_only_masks_that_a_model_looks_at_must_be_full() -> None:
+    batch = {"input_ids": IDS, "labels": IDS, "attention_mask": torch.ones_like(IDS)}
+    for name, masks in (
+        ("shared keys", ("attention_mask",)),
+        ("window within the sequence", ()),
+    ):
+        assert capture(MODELS[name](), batch).signature.full_masks == masks
+    del batch["attention_mask"]
+    assert capture(MODELS["shared keys"](), batch).signature.full_masks == ()
 
 
 def test_packed_sequences_keep_their_mask() -> None:

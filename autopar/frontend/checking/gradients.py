@@ -30,6 +30,7 @@ from autopar.frontend.capture import Captured, capture, split_inputs
 from autopar.frontend.checking.difference import first_difference
 from autopar.frontend.checking.failing import failure_of
 from autopar.frontend.checking.trial import Numbers, Trial, norm_of, off_by
+from autopar.frontend.full_masks import with_full_masks
 from autopar.frontend.signature import Arguments
 from autopar.frontend.targets import LossFn
 from autopar.ir.graph import Graph, ValueKind
@@ -63,6 +64,7 @@ def compare_with_eager(
     if captured.graph.loss is None:
         return
     call = Arguments(*split_inputs(example_inputs))
+    call = with_full_masks(call, captured.signature.full_masks)
     tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(tuple(call))]
     devices = {x.device for x in tensors if isinstance(x, Tensor)}
     if any(d.type == "meta" for d in devices):
@@ -254,7 +256,10 @@ def _fitting(
         rows //= 2
         smaller = _first_rows(call, rows)
         try:
-            captured = capture(model, smaller, loss_fn=loss_fn, precision=captured.precision)
+            captured = capture(
+                model, smaller, loss_fn=loss_fn, precision=captured.precision,
+                full_masks=captured.signature.full_masks,
+            )  # fmt: skip
         except AutoparError as error:
             _log.info("a batch of %d rows cannot be captured for the check: %s", rows, error)
             break

@@ -20,6 +20,7 @@ from autopar.base.errors import InputError
 from autopar.comm.transports.c10d import backends
 from autopar.lowering.types import RankProgram
 from autopar.runtime.state.shards import needed_state
+from autopar.runtime.step.local_calls import BegunCall
 
 _log = logging.getLogger(__name__)
 TRAINING, FORWARD = "training", "forward"
@@ -133,24 +134,29 @@ class AlikeBatches:
         self._begun: set[str] = set()
         self._compared: set[tuple[str, int]] = set()
 
-    def begin(self, shapes: str, *, local: bool, in_each: bool) -> None:
-        """Raise InputError, on all ranks, unless they pass batches of the same shapes, or shards.
+    def begin(self, call: BegunCall) -> bool:
+        """Whether the masks of all ranks are full.
 
+        Raises InputError, on all ranks, unless they pass batches of the same shapes, or shards.
         Collective: with ``in_each`` always, otherwise in the first call of these ``shapes``, for
         whole batches until `check` has found them alike.
         """
+        shapes, local = call.shapes, call.local
         self._begins = shapes
-        if not in_each and shapes in self._begun:
-            return
+        if not call.in_each and shapes in self._begun:
+            return call.has_full_masks
         mark = zlib.crc32(f"{local} {shapes}".encode())
         device = "cpu" if "cpu" in backends() else self._device
-        marks = torch.tensor([mark, -mark], dtype=torch.int64, device=device)
+        marks = torch.tensor(
+            [mark, -mark, not call.has_full_masks], dtype=torch.int64, device=device
+        )
         dist.all_reduce(marks, dist.ReduceOp.MAX)
-        highest, lowest = marks.tolist()
+        highest, lowest, has_others = marks.tolist()
         if highest != -lowest:
             self._refuse(shapes, local)
         if local:
             self._begun.add(shapes)
+        return not has_others
 
     def _refuse(self, shapes: str, local: bool) -> None:
         found = differing({"local": local, "shapes": shapes})

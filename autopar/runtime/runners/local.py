@@ -37,6 +37,7 @@ from autopar.runtime.state.optimizers import (
 )
 from autopar.runtime.state.shards import gather, holder, needed_state, portions
 from autopar.runtime.state.wire import pack
+from autopar.runtime.step.local_calls import BegunCall
 from autopar.runtime.step.rank import no_optimizer
 from autopar.runtime.step.rank_options import RankOptions
 from autopar.runtime.step.recovery import error_of_step
@@ -169,8 +170,9 @@ class LocalRunner:
         self.group.call("set_training_program", slot, self._sent(program))
         self._trainings[slot] = program, self._new_limit()
 
-    def begin_call(self, shapes: str, *, local: bool, in_each: bool) -> None:
-        _refuse_local(local)
+    def begin_call(self, begun: BegunCall) -> bool:
+        _refuse_local(begun.local)
+        return begun.has_full_masks
 
     def set_forward_program(self, slot: int, program: RankProgram) -> None:
         self.group.call("set_forward_program", slot, self._sent(program))

@@ -38,6 +38,7 @@ from autopar.runtime.state.optimizers import HyperParameters
 from autopar.runtime.state.shards import local_part
 from autopar.runtime.step.array import array_of, loop_of, make_runtime
 from autopar.runtime.step.diagnosis import StepRefused
+from autopar.runtime.step.local_calls import BegunCall
 from autopar.runtime.step.rank_options import RankOptions
 from autopar.runtime.step.recovery import error_of_step
 from autopar.runtime.step.timing import RankTimes, Timing
@@ -221,9 +222,9 @@ class SpmdRunner:
         self._trainings[slot] = program, limit
         self._batches.forget(TRAINING, slot)
 
-    def begin_call(self, shapes: str, *, local: bool, in_each: bool) -> None:
+    def begin_call(self, begun: BegunCall) -> bool:
         with self.watched("the comparison of batches"):
-            self._batches.begin(shapes, local=local, in_each=in_each)
+            return self._batches.begin(begun)
 
     def set_forward_program(self, slot: int, program: RankProgram) -> None:
         self.runtime.set_forward_program(slot, program)

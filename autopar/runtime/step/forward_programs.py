@@ -11,18 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from autopar.base.errors import InputError
 from autopar.base.torch_private import pytree
 from autopar.frontend.capture import Captured, capture
+from autopar.frontend.full_masks import has_full_masks
 from autopar.frontend.signature import Arguments, CallKey, Signature, call_key
 from autopar.frontend.targets import without_targets
 from autopar.ir.placement import Placements
 from autopar.lowering.types import RankProgram
-from autopar.runtime.step.local_calls import LocalCall, local_call, local_signature
+from autopar.runtime.step.local_calls import BegunCall, LocalCall, local_call, local_signature
 from autopar.runtime.step.program_cache import ProgramCache
 
 MAX_PROGRAMS = 8
@@ -37,12 +38,7 @@ class ForwardRunner(Protocol):
 
     def set_forward_program(self, slot: int, program: RankProgram) -> None: ...
 
-    def begin_call(self, shapes: str, *, local: bool, in_each: bool) -> None:
-        """Raise InputError unless all ranks pass batches, or all shards, of the same ``shapes``.
-
-        Under ``torchrun`` collective: with ``in_each``, or in the first call of these shapes.
-        """
-        ...
+    def begin_call(self, begun: BegunCall) -> bool: ...
 
     def forward(
         self,
@@ -62,6 +58,15 @@ class _Forward:
     takes_targets: bool
     signature: Signature
     local_signature: Signature
+
+
+class _Key(NamedTuple):
+    """What the calls of one program have in common."""
+
+    training: bool
+    with_inputs: bool
+    has_full_masks: bool
+    called: CallKey
 
 
 class ForwardPrograms:
@@ -113,8 +118,17 @@ class ForwardPrograms:
             tuple(x.shape) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)
         ]
         mode = "train" if training else "eval"
-        self._runner.begin_call(f"{shapes} in {mode} mode", local=local, in_each=local)
-        forward = self._forward(example, training, local)
+        is_full = has_full_masks(self._signature.full_masks, args, kwargs)
+        masks = "" if is_full or local else ", masked"
+        are_full = self._runner.begin_call(
+            BegunCall(
+                shapes=f"{shapes} in {mode} mode{masks}",
+                local=local,
+                in_each=local,
+                has_full_masks=is_full,
+            )
+        )
+        forward = self._forward(example, training, local, are_full)
         if not forward.takes_targets:
             args, kwargs = self._without_targets(args, kwargs)
         signature = forward.local_signature if local else forward.signature
@@ -135,21 +149,20 @@ class ForwardPrograms:
                 "local=True"
             ) from error
 
-    def _forward(self, call: Arguments, training: bool, local: bool) -> _Forward:
+    def _forward(self, call: Arguments, training: bool, local: bool, is_full: bool) -> _Forward:
         called = call_key(*call)
-        key = (training, local or called == self._own_key, called)
+        key = _Key(training, local or called == self._own_key, is_full, called)
         if key not in self._cache:
             self._cache.add(key, lambda slot: self._make(call, key, slot))
         return self._cache[key]
 
-    def _make(self, call: Arguments, key: tuple[bool, bool, CallKey], slot: int) -> _Forward:
-        training, with_inputs, called = key
-        is_own = called == self._own_key
-        if is_own and training == self._was_training:
+    def _make(self, call: Arguments, key: _Key, slot: int) -> _Forward:
+        is_own = key.called == self._own_key and key.has_full_masks
+        if is_own and key.training == self._was_training:
             signature, program = self._signature, self._lower_own()
         else:
-            captured = self._captured(call, training)
-            signature = captured.signature
+            captured = self._captured(call, key)
+            signature, with_inputs = captured.signature, key.with_inputs
             program = self._lower_other(captured, self._held(captured, with_inputs=with_inputs))
         self._runner.set_forward_program(slot, program)
         return _Forward(
@@ -159,14 +172,15 @@ class ForwardPrograms:
             local_signature=local_signature(signature, program),
         )
 
-    def _captured(self, call: Arguments, training: bool) -> Captured:
+    def _captured(self, call: Arguments, key: _Key) -> Captured:
         try:
             return capture(
                 self._model,
                 Arguments(*self._without_targets(*call)),
-                training=None if training == self._was_training else training,
+                training=None if key.training == self._was_training else key.training,
                 differentiable=False,
                 precision=self._precision,
+                full_masks=self._signature.full_masks if key.has_full_masks else (),
             )
         except InputError as error:
             if self._loss_fn is None or call_key(*call)[0] == self._own_key[0]:

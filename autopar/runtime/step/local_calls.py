@@ -8,7 +8,7 @@ sizes, along the same dimensions.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -20,12 +20,32 @@ from autopar.lowering.types import InputProgram, RankProgram
 from autopar.runtime.state.shards import check_splits, is_padded, local_input_shape
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BegunCall:
+    """What the ranks compare of a call before they choose a program for it.
+
+    They pass batches, or each its shard if it is ``local``, of the same ``shapes``, or all raise
+    InputError; the masks of all are full, or none counts as full. Under ``torchrun`` that is
+    collective ``in_each`` call, or in the first one of these shapes.
+    """
+
+    shapes: str
+    local: bool
+    in_each: bool
+    has_full_masks: bool
+
+
 class LocalCall(NamedTuple):
     """The tensors that a rank passes, their signature, and that of the global call."""
 
     tensors: list[Tensor]
     local: Signature
     whole: Signature
+
+    def with_masks(self) -> LocalCall:
+        """The call for a program that applies all masks."""
+        local, whole = (replace(s, full_masks=()) for s in (self.local, self.whole))
+        return self._replace(local=local, whole=whole)
 
 
 def local_signature(signature: Signature, program: RankProgram) -> Signature:

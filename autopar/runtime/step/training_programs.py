@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from autopar.base.errors import AutoparError, InputError
 from autopar.frontend.capture import Captured, capture
 from autopar.frontend.checking.attributes import attributes_after
+from autopar.frontend.full_masks import has_full_masks
 from autopar.frontend.signature import Signature
 from autopar.lowering.types import RankProgram
 from autopar.runtime.step.local_calls import (
+    BegunCall,
     LocalCall,
     local_call,
     local_signature,
@@ -43,6 +45,12 @@ class LowerTraining(Protocol):
 _MANY = 4
 """Micro-batches of another batch for each of the example's, of which a warning tells."""
 
+_DROP_LAST = "Pad it, or leave the last one of an epoch out: DataLoader(..., drop_last=True)"
+_MASKED_EXAMPLE = (
+    "If most batches have such masks, compile with one of them as example_inputs: the plan is then "
+    "for all masks"
+)
+
 _log = logging.getLogger(__name__)
 
 
@@ -53,12 +61,7 @@ class TrainingRunner(Protocol):
 
     def set_training_program(self, slot: int, program: RankProgram) -> None: ...
 
-    def begin_call(self, shapes: str, *, local: bool, in_each: bool) -> None:
-        """Raise InputError unless all ranks pass batches, or all shards, of the same ``shapes``.
-
-        Under ``torchrun`` collective: with ``in_each``, or in the first call of these shapes.
-        """
-        ...
+    def begin_call(self, begun: BegunCall) -> bool: ...
 
 
 class TrainingCall(NamedTuple):
@@ -94,6 +97,7 @@ class TrainingPrograms:
         self._runner = runner
         self._cache: ProgramCache[int] = ProgramCache(MAX_PROGRAMS, first_slot=1)
         self._has_warned = False
+        self._has_told_of_masks = False
 
     @property
     def takes_other_shapes(self) -> bool:
@@ -108,14 +112,24 @@ class TrainingPrograms:
         where the call differs from the example in more than sizes.
         """
         called = self._called(args, kwargs, local)
-        self._runner.begin_call(
-            called.local.describe(), local=local, in_each=local and self.takes_other_shapes
+        is_full = has_full_masks(self._signature.full_masks, args, kwargs)
+        if not (is_full or local):
+            called = called.with_masks()
+        are_full = self._runner.begin_call(
+            BegunCall(
+                shapes=called.local.describe(),
+                local=local,
+                has_full_masks=is_full,
+                in_each=local and self.takes_other_shapes,
+            )
         )
+        if not are_full:
+            called = called.with_masks()
         if called.whole is self._signature:
             return TrainingCall(0, called.tensors)
-        key = (local, called.whole.input_shapes)
+        key = (local, called.whole.input_shapes, called.whole.full_masks)
         if key not in self._cache:
-            with self._runner.watched("compiling for a batch of other shapes"):
+            with self._runner.watched("compiling for a batch of another kind"):
                 self._cache.add(key, lambda slot: self._make(slot, called, local))
         return TrainingCall(self._cache[key], called.tensors)
 
@@ -160,17 +174,23 @@ class TrainingPrograms:
         assert self._lower is not None
         self._warn_once()
         started_s, signature = time.perf_counter(), called.whole
+        what, fix = "a batch of other shapes", _DROP_LAST
+        if signature.full_masks != self._signature.full_masks:
+            masks = " and ".join(self._signature.full_masks)
+            what, fix = f"a batch whose {masks} is not all ones", _MASKED_EXAMPLE
+            if not self._has_told_of_masks:
+                self._has_told_of_masks = True
+                _log.warning("%s runs a program of its own, op by op. %s", what, fix)
         try:
             self._refuse_changes(signature)
             captured = capture(
-                self._model, signature.example(), loss_fn=self._loss_fn, precision=self._precision
-            )
+                self._model, signature.example(), loss_fn=self._loss_fn,
+                precision=self._precision, full_masks=signature.full_masks,
+            )  # fmt: skip
             program = self._lower(captured, local=local)
         except AutoparError as error:
             error.add_note(
-                f"while compiling for a batch of other shapes, {signature.describe()}; nothing has "
-                "changed. Pad the batch, or leave the last one of an epoch out: DataLoader(..., "
-                "drop_last=True)"
+                f"while compiling for {what}, {signature.describe()}; nothing has changed. {fix}"
             )
             raise
         self._runner.set_training_program(slot, program)
@@ -182,8 +202,8 @@ class TrainingPrograms:
                 "(drop_last=True), or pad it", num, own, signature.describe(),
             )  # fmt: skip
         _log.info(
-            "compiled for a batch of other shapes in %.1f s: %s",
-            time.perf_counter() - started_s, signature.describe(),
+            "compiled for %s in %.1f s: %s",
+            what, time.perf_counter() - started_s, signature.describe(),
         )  # fmt: skip
         return slot
 
