@@ -11,7 +11,6 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,22 +25,16 @@ from autopar.frontend.copies import copy_with
 from autopar.frontend.targets import find_targets
 from autopar.fusion.fuse import LOSSES, Fused, fuse
 from autopar.fusion.members import Member, batches_of, has_batches
+from autopar.fusion.snapshot import Saved, Snapshot, load_array, save_array
 from autopar.fusion.stacked import StackedModels, rows_of, state_of
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.profile import Profile
+from autopar.runtime.runners.spmd import from_first_rank
+from autopar.runtime.state.checks import check_plain_state
 from autopar.runtime.state.model_optimizers import ModelState
 from autopar.runtime.state.model_options import ArrayOptions, ModelOptions, RowRef
 from autopar.runtime.state.schedulers import checked_scheduler
 from autopar.runtime.step.array import LOSS, NORM, UPDATED
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """The state of one model: weights and buffers by name, and the state of its training."""
-
-    state: Mapping[str, Tensor]
-    training: ModelState
-
 
 Start: TypeAlias = Callable[[StackedModels, Captured, tuple[Tensor, ...], ArrayOptions], Compiled]
 """Plans, lowers and starts the graph of an array."""
@@ -320,6 +313,53 @@ class Array(Closing):
         self._compiled.load_state_dict(held)
         self._compiled.load_model_states(training)
 
+    def save(self, path: str | Path, *, allow_nonfinite: bool = False) -> None:
+        """Write all models, also those that have left, with their optimizers, schedules and numbers
+        of steps, to a folder: safetensors and plain JSON.
+
+        An earlier checkpoint in the folder stays until this one is complete. Raises InputError if
+        it cannot be written, or a weight of a model that trains is not finite, unless
+        ``allow_nonfinite``.
+        """
+        saved = Saved(
+            snapshots=self.snapshots(), active=self.active,
+            num_skipped_steps=self.num_skipped_steps,
+        )  # fmt: skip
+        if not allow_nonfinite:
+            _refuse_nonfinite(saved, path)
+
+        def write() -> bool:
+            save_array(path, saved)
+            return True
+
+        from_first_rank(write, "the checkpoint")
+
+    def load(self, path: str | Path) -> None:
+        """Read what `save` wrote, on these devices or others; every model goes on as if it had not
+        stopped.
+
+        Models that had left when it was written leave this array too. No code in it is run. Raises
+        InputError, and changes nothing, if it is damaged, of other models or optimizers, or if a
+        model that trains in it has left this array.
+        """
+        held = self.snapshots()
+        saved = from_first_rank(lambda: load_array(path, held), "the checkpoint")
+        for index in saved.active:
+            if index not in self.active:
+                raise InputError(
+                    f"model {index} trains in the checkpoint in {path!s}, and has left this "
+                    "array; compile the array anew and load it there"
+                )
+        for index, own in held.items():
+            _check_fits(path, index, saved.snapshots[index], own)
+        self.restore({index: saved.snapshots[index] for index in self.active})
+        self.num_skipped_steps = list(saved.num_skipped_steps)
+        for index in set(held) - set(self.active):
+            self._states[index] = dict(saved.snapshots[index].state)
+            self._training[index] = saved.snapshots[index].training
+        if gone := [index for index in self.active if index not in saved.active]:
+            self.leave(*gone)
+
     def _shared(self) -> set[str]:
         """The tensors that the array holds once for several models, by name."""
         once = Counter(s.name for own in self.fused.slices for s in own if s.row is None)
@@ -402,6 +442,32 @@ class Array(Closing):
     def close(self) -> None:
         """Stop the workers, or leave the process group if it was joined here."""
         self._compiled.close()
+
+
+def _refuse_nonfinite(saved: Saved, path: str | Path) -> None:
+    for index in saved.active:
+        for name, x in saved.snapshots[index].state.items():
+            if x.is_floating_point() and not bool(x.isfinite().all()):
+                raise InputError(
+                    f"{name!r} of model {index} holds numbers that are not finite, so nothing is "
+                    f"written to {path!s}: let the model leave the array, or save it all the same: "
+                    "array.save(path, allow_nonfinite=True)"
+                )
+
+
+def _check_fits(path: str | Path, index: int, saved: Snapshot, own: Snapshot) -> None:
+    """Raise InputError for a saved model with other tensors or another schedule."""
+    shapes, found = ({n: tuple(x.shape) for n, x in s.state.items()} for s in (own, saved))
+    if shapes != found:
+        name = min(n for n in {*shapes, *found} if shapes.get(n) != found.get(n))
+        raise InputError(
+            f"the checkpoint in {path!s} does not fit: {name!r} of model {index} has shape "
+            f"{found.get(name, 'none')} there and {shapes.get(name, 'none')} here; compile the "
+            "models that were saved, in the same order"
+        )
+    given, held = saved.training.scheduler, own.training.scheduler
+    if held is not None:
+        check_plain_state(given, held, str(path))
 
 
 def _check_snapshots(given: object) -> None:

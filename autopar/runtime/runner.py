@@ -12,7 +12,7 @@ from autopar.runtime.checkpointing import SavingRunner
 from autopar.runtime.loop import LoopRunner
 from autopar.runtime.state.checkpoint_paths import Path
 from autopar.runtime.state.model_optimizers import ModelState
-from autopar.runtime.step.local_calls import BegunCall
+from autopar.runtime.step.begun_call import BegunCall
 from autopar.runtime.step.timing import RankTimes, Timing
 
 

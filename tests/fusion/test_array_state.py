@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.base.errors import InputError
 from autopar.fusion import Candidate, RandomSearch, Uniform, largest_array, sweep
-from autopar.fusion.array import Array
+from autopar.fusion.array import Array, Snapshot
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 X, Y = torch.randn(8, 6), torch.randn(8, 6)
@@ -136,3 +137,111 @@ def test_what_is_no_sweep_and_no_size_is_refused() -> None:
         largest_array(Scaled(), cluster, (X, Y), at_most=0)
     with pytest.raises(InputError, match="'skip', 'ignore' or 'leave'"):
         compiled([Scaled(), Scaled()], (X, Y), nonfinite="drop")
+
+
+class Noisy(nn.Module):
+    """Dropout and batch norm."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(6, width), nn.BatchNorm1d(width), nn.Dropout(0.3), nn.Linear(width, 6)
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.layers(x) - y).square().mean()
+
+
+def noisy(width: int = 6, devices: int = 1, **options: Any) -> Array:
+    torch.manual_seed(0)
+    rates = (0.1, 0.03, 0.01)
+    given = {
+        "optimizer": [functools.partial(torch.optim.AdamW, lr=lr) for lr in rates],
+        "lr_scheduler": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
+        "nonfinite": "skip", "seed": 3, **options,
+    }  # fmt: skip
+    models: list[nn.Module] = [Noisy(width) for _ in rates]
+    array = autopar.compile(
+        models, devices, example_inputs=(X, Y), profile_limit_s=0, check_gradients=False, **given
+    )
+    assert isinstance(array, Array)
+    return array
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_array_goes_on_from_a_checkpoint(devices: int, tmp_path: Path) -> None:
+    """Bitwise, with one model that had left, in an array compiled anew."""
+    with noisy() as array:
+        for _ in range(3):
+            array.train_step(X, Y)
+        array.leave(1)
+        array.train_step(X, Y)
+        array.num_skipped_steps[2] = 7
+        array.save(tmp_path / "saved")
+        expected = [array.train_step(X, Y) for _ in range(3)]
+        states = [array.state_dict(i) for i in range(3)]
+        optimizers = [array.optimizer_state_dict(i) for i in range(3)]
+    with noisy(devices=devices) as again:
+        again.train_step(X, Y)
+        again.load(tmp_path / "saved")
+        assert again.active == (0, 2)
+        assert again.num_skipped_steps == [0, 0, 7]
+        for losses_ in expected:
+            torch.testing.assert_close(again.train_step(X, Y), losses_)
+        for i in range(3):
+            torch.testing.assert_close(again.state_dict(i), states[i])
+            own = again.optimizer_state_dict(i)
+            torch.testing.assert_close(own["state"], optimizers[i]["state"])
+            assert own["param_groups"] == optimizers[i]["param_groups"]
+        again.save(tmp_path / "saved")  # over the one before
+        again.leave(0)
+        with pytest.raises(InputError, match="model 0 trains in the checkpoint"):
+            again.load(tmp_path / "saved")
+
+
+def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    with noisy() as array, compiled([Scaled()], (X, Y)) as other:
+        array.save(tmp_path / "array")
+        other.save(tmp_path / "other")
+        array.compiled.save(tmp_path / "model")
+        before = array.state_dict(0)
+        for name, message in (
+            ("other", "array of 1 models, and this one has 3"),
+            ("model", "is not of an array"),
+            ("none", "there is no checkpoint"),
+        ):
+            with pytest.raises(InputError, match=message):
+                array.load(tmp_path / name)
+        torch.testing.assert_close(array.state_dict(0), before)
+    with (
+        noisy(width=7) as wider,
+        pytest.raises(InputError, match=r"'layers.0.bias' of model 0 has shape \(6,\) there"),
+    ):
+        wider.load(tmp_path / "array")
+    with (
+        noisy(optimizer=SGD) as plainer,
+        pytest.raises(InputError, match="an optimizer with other options"),
+    ):
+        plainer.load(tmp_path / "array")
+    for file in (tmp_path / "array").glob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    with noisy() as array:
+        before = array.state_dict(0)
+        with pytest.raises(InputError, match="does not have its checksum"):
+            array.load(tmp_path / "array")
+        torch.testing.assert_close(array.state_dict(0), before)
+
+
+def test_a_checkpoint_of_numbers_that_are_not_finite_is_refused(tmp_path: Path) -> None:
+    with noisy(optimizer=functools.partial(torch.optim.SGD, lr=1e30), nonfinite="skip") as array:
+        array.train_step(X, Y)
+        snapshot = array.snapshot(1)
+        state = {**snapshot.state, "layers.0.weight": torch.full((6, 6), torch.nan)}
+        array.restore({1: Snapshot(state=state, training=snapshot.training)})
+        with pytest.raises(InputError, match=r"'layers.0.weight' of model 1 holds numbers that"):
+            array.save(tmp_path / "saved")
+        assert not (tmp_path / "saved").exists()
+        array.save(tmp_path / "saved", allow_nonfinite=True)
+        array.load(tmp_path / "saved")

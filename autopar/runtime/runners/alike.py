@@ -20,7 +20,7 @@ from autopar.base.errors import InputError
 from autopar.comm.transports.c10d import backends
 from autopar.lowering.types import RankProgram
 from autopar.runtime.state.shards import needed_state
-from autopar.runtime.step.local_calls import BegunCall
+from autopar.runtime.step.begun_call import BegunCall
 
 _log = logging.getLogger(__name__)
 TRAINING, FORWARD = "training", "forward"

@@ -37,7 +37,7 @@ from autopar.runtime.state.optimizers import (
 )
 from autopar.runtime.state.shards import gather, holder, needed_state, portions
 from autopar.runtime.state.wire import pack
-from autopar.runtime.step.local_calls import BegunCall
+from autopar.runtime.step.begun_call import BegunCall
 from autopar.runtime.step.rank import no_optimizer
 from autopar.runtime.step.rank_options import RankOptions
 from autopar.runtime.step.recovery import error_of_step

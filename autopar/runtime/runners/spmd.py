@@ -37,8 +37,8 @@ from autopar.runtime.state.model_optimizers import ModelState
 from autopar.runtime.state.optimizers import HyperParameters
 from autopar.runtime.state.shards import local_part
 from autopar.runtime.step.array import array_of, loop_of, make_runtime
+from autopar.runtime.step.begun_call import BegunCall
 from autopar.runtime.step.diagnosis import StepRefused
-from autopar.runtime.step.local_calls import BegunCall
 from autopar.runtime.step.rank_options import RankOptions
 from autopar.runtime.step.recovery import error_of_step
 from autopar.runtime.step.timing import RankTimes, Timing

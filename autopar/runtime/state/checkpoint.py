@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -47,12 +46,12 @@ from autopar.runtime.state.checkpoint_format import (
     stamp_of,
     stored_tensors,
 )
-from autopar.runtime.state.checkpoint_paths import Path, unwritten
-from autopar.runtime.state.checkpoint_writer import CheckpointWriter
+from autopar.runtime.state.checkpoint_paths import Path
+from autopar.runtime.state.checkpoint_writer import CheckpointWriter, write_tensors
 from autopar.runtime.state.checks import check_plain_state
 from autopar.runtime.state.dcp_checkpoint import METADATA, DcpCheckpoint, open_dcp
 from autopar.runtime.state.optimizer_state import refused_by_all
-from autopar.runtime.state.plain import from_plain, to_plain
+from autopar.runtime.state.plain import plain_of, to_plain
 from autopar.runtime.step.loss_scale import is_state
 from autopar.runtime.step.rank import RankRuntime
 
@@ -103,16 +102,7 @@ def _save(
         every = {name: entry for found in gathered for name, entry in found[2].items()}
         plain["optimizer"]["state"] = every
     writer = make_writer(path, plain)
-    try:
-        with warnings.catch_warnings():  # that a rank which is alone saves alone
-            warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
-            dcp.save(tensors, storage_writer=writer, no_dist=communicator.is_alone)
-    except dcp.CheckpointException as error:
-        writer.discard()
-        raise unwritten(path, _reason(error)) from error
-    except BaseException:
-        writer.discard()
-        raise
+    write_tensors(writer, path, tensors, is_alone=communicator.is_alone)
     return writer
 
 
@@ -224,16 +214,6 @@ def _refuse_nonfinite(found: list[tuple[int, str] | None], path: Path) -> None:
         )
 
 
-def _reason(error: dcp.CheckpointException) -> str:
-    """The failure of the first rank that failed."""
-    for rank, (failure, _) in sorted(error.failures.items()):
-        if not isinstance(failure, Exception):  # Ctrl-C
-            raise failure
-        # The first sentence: torch's advice after it is for other cases.
-        return f"rank {rank}: {type(failure).__name__}: {str(failure).split('. ')[0]}"
-    return str(error)
-
-
 def _raise_first(refusals: list[str | None]) -> None:
     first = next((text for text in refusals if text is not None), None)
     if first is not None:
@@ -307,10 +287,7 @@ def _opened(folder: str, expected: Mapping[str, Tensor]) -> _Source:
     most = 16 * sum(t.numel() * t.element_size() for t in expected.values()) + (64 << 20)
     if total > most:
         raise damaged(place, f"names files of {total} bytes; this model's have at most {most}")
-    try:
-        plain = {key: from_plain(value) for key, value in content.plain.items()}
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise damaged(place, f"holds what is no plain data ({error})"[:300]) from error
+    plain = plain_of(content.plain, place)
     return _Source(
         place=place,
         folder=folder,

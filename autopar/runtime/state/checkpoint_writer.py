@@ -12,12 +12,14 @@ import contextlib
 import hashlib
 import os
 import secrets
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
@@ -39,6 +41,7 @@ from autopar.runtime.state.checkpoint_format import (
     read_bounded,
     remove_ours,
 )
+from autopar.runtime.state.checkpoint_paths import Path, unwritten
 
 _BLOCK_BYTES = 1 << 22
 _MAX_MANIFEST_BYTES = 1 << 32
@@ -175,6 +178,35 @@ class CheckpointWriter(StorageWriter):
             for folder in reversed(self._made):
                 with contextlib.suppress(OSError):
                     os.rmdir(folder)
+
+
+def write_tensors(
+    writer: CheckpointWriter, path: Path, tensors: Mapping[str, Tensor], *, is_alone: bool
+) -> None:
+    """Write a checkpoint with the tensors of all ranks. Collective, unless a rank ``is_alone``.
+
+    Raises InputError if that is impossible, and leaves nothing of it.
+    """
+    try:
+        with warnings.catch_warnings():  # that a rank which is alone saves alone
+            warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
+            dcp.save(dict(tensors), storage_writer=writer, no_dist=is_alone)
+    except dcp.CheckpointException as error:
+        writer.discard()
+        raise unwritten(path, _reason(error)) from error
+    except BaseException:
+        writer.discard()
+        raise
+
+
+def _reason(error: dcp.CheckpointException) -> str:
+    """The failure of the first rank that failed."""
+    for rank, (failure, _) in sorted(error.failures.items()):
+        if not isinstance(failure, Exception):  # Ctrl-C
+            raise failure
+        # The first sentence: torch's advice after it is for other cases.
+        return f"rank {rank}: {type(failure).__name__}: {str(failure).split('. ')[0]}"
+    return str(error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

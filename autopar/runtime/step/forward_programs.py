@@ -23,7 +23,8 @@ from autopar.frontend.signature import Arguments, CallKey, Signature, call_key
 from autopar.frontend.targets import without_targets
 from autopar.ir.placement import Placements
 from autopar.lowering.types import RankProgram
-from autopar.runtime.step.local_calls import BegunCall, LocalCall, local_call, local_signature
+from autopar.runtime.step.begun_call import BegunCall
+from autopar.runtime.step.local_calls import LocalCall, local_call, local_signature
 from autopar.runtime.step.program_cache import ProgramCache
 
 MAX_PROGRAMS = 8

@@ -8,7 +8,7 @@ sizes, along the same dimensions.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -18,21 +18,6 @@ from autopar.frontend.signature import Signature
 from autopar.ir.mesh import Mesh
 from autopar.lowering.types import InputProgram, RankProgram
 from autopar.runtime.state.shards import check_splits, is_padded, local_input_shape
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BegunCall:
-    """What the ranks compare of a call before they choose a program for it.
-
-    They pass batches, or each its shard if it is ``local``, of the same ``shapes``, or all raise
-    InputError; the masks of all are full, or none counts as full. Under ``torchrun`` that is
-    collective ``in_each`` call, or in the first one of these shapes.
-    """
-
-    shapes: str
-    local: bool
-    in_each: bool
-    has_full_masks: bool
 
 
 class LocalCall(NamedTuple):

@@ -23,8 +23,8 @@ from autopar.frontend.checking.attributes import attributes_after
 from autopar.frontend.full_masks import has_full_masks
 from autopar.frontend.signature import Signature
 from autopar.lowering.types import RankProgram
+from autopar.runtime.step.begun_call import BegunCall
 from autopar.runtime.step.local_calls import (
-    BegunCall,
     LocalCall,
     local_call,
     local_signature,
