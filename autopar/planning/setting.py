@@ -12,8 +12,8 @@ from autopar.base.accelerators import is_accelerator
 from autopar.base.errors import ConstraintError
 from autopar.cost_models import Cluster, CommunicationModel, ComputeModel
 from autopar.cost_models.allocator import allocator_of
-from autopar.cost_models.update import OptimizerSpec
-from autopar.ir.graph import Value, ValueKind
+from autopar.cost_models.update import OptimizerSpec, UpdateScope
+from autopar.ir.graph import Graph, Value, ValueKind
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import redistribute
 from autopar.ir.update import Update
@@ -195,25 +195,37 @@ class Setting:
         """Raise ConstraintError where what a step keeps fits no device.
 
         Every device holds all buffers. Every element of parameters and optimizer state is on some
-        device, so the fullest device holds at least its even share.
+        device, so the fullest device holds at least its even share, or what must be whole there.
         """
         graph = self.prepared.captured.graph
-        total = sum(stored_bytes(value, value.shape, self.optimizer) for value in graph.values)
+        stored = [stored_bytes(value, value.shape, self.optimizer) for value in graph.values]
+        total, whole = sum(stored), self._whole_bytes(graph)
         buffers, available = graph.buffer_bytes, self.limit.tensor_bytes
         if buffers > available:
             raise ConstraintError(
                 f"no strategy fits {available:,} bytes a device: buffers take {buffers:,} bytes, "
                 "and every device holds all of them. Use a larger MemoryBudget or smaller buffers"
             )
-        share = -(-total // self.cluster.num_devices)
+        share = max(-(-total // self.cluster.num_devices), whole)
         if share + buffers > available and not (self.space.offload or self.moves_at_last):
             beside = f", beside {buffers:,} of buffers" if buffers else ""
+            reason = f", where the optimizer needs {whole:,} whole" if share == whole else ""
             raise ConstraintError(
                 f"no strategy fits {available:,} bytes a device: parameters and optimizer state "
                 f"alone take {total:,} bytes, at least {share:,} on each of "
-                f"{self.cluster.num_devices}{beside}. Use more devices, a larger MemoryBudget, or "
-                "offload=True"
+                f"{self.cluster.num_devices}{reason}{beside}. Use more devices, a larger "
+                "MemoryBudget, or offload=True"
             )
+
+    def _whole_bytes(self, graph: Graph) -> int:
+        """Bytes of trained parameters and their state that are whole on one device at least."""
+        trained = [
+            stored_bytes(value, value.shape, self.optimizer)
+            for value in graph.parameters if value.differentiable
+        ]  # fmt: skip
+        if self.optimizer.scope is UpdateScope.MODEL:
+            return sum(trained)
+        return max(trained, default=0) if self.optimizer.scope is UpdateScope.PARAMETER else 0
 
     @property
     def budget_bytes(self) -> int:

@@ -78,6 +78,21 @@ def test_only_optimizers_of_single_parameters_train_pipelines() -> None:
         planned(OWN, schedule="auto", num_stages=2)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "least", "reason"),
+    [
+        (torch.optim.AdamW, (4 * 3 * 1024 + 1024) // 4, "on each of 4. Use"),
+        (MUON, (4 * 2 * 1024 + 1024) // 4, "on each of 4. Use"),
+        (OWN, 4 * 2 * 1024, "on each of 4, where the optimizer needs 8,192 whole. Use"),
+    ],
+)
+def test_the_least_memory_is_told_before_a_search(optimizer: Any, least: int, reason: str) -> None:
+    """Whole parameters may be in different stages; an optimizer of all of them needs all."""
+    budget = autopar.MemoryBudget(least - 1)
+    with pytest.raises(ConstraintError, match=f"at least {least:,} {reason}"):
+        planned(optimizer, constraints=[budget], offload=False)
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.LBFGS, torch.optim.SparseAdam])
 def test_optimizers_that_train_nothing_are_refused_when_planned(optimizer: Any) -> None:
     with pytest.raises(OptimizerError, match=optimizer.__name__):
