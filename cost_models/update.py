@@ -25,6 +25,32 @@ class UpdateScope(StrEnum):
     MODEL = "model"
 
 
+class Side(StrEnum):
+    """A side of a matrix."""
+
+    SHORT = "short"
+    LONG = "long"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateProduct:
+    """A product of two matrices in the update of a matrix, as Muon's orthogonalization makes:
+    ``[rows, inner] @ [inner, columns]``, ``num_times`` in each update."""
+
+    rows: Side
+    inner: Side
+    columns: Side
+    dtype: torch.dtype
+    num_times: int
+
+    def call(self, shape: tuple[int, ...]) -> OpCall:
+        """The call for a parameter of this shape, ``[_, _]``."""
+        sizes = {Side.SHORT: min(shape), Side.LONG: max(shape)}
+        rows, inner, columns = (sizes[side] for side in (self.rows, self.inner, self.columns))
+        operands = TensorSpec((rows, inner), self.dtype), TensorSpec((inner, columns), self.dtype)
+        return OpCall.of("aten.mm.default", operands)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
     """The properties of an optimizer that prices and memory depend on.
@@ -34,7 +60,7 @@ class OptimizerSpec:
     at once, ``temporaries_of_one`` times that of the current one, and ``temporaries_before`` times
     that of the previous one. ``is_joint``: it always updates all parameters of a device at once.
     ``scope``: a parameter is stored whole unless it is ``ELEMENT``, and all on each device if it is
-    ``MODEL``.
+    ``MODEL``. ``products``: those of each update of a matrix.
     """
 
     num_states: int
@@ -44,6 +70,7 @@ class OptimizerSpec:
     temporaries_before: float = 0.0
     is_joint: bool = False
     scope: UpdateScope = UpdateScope.ELEMENT
+    products: tuple[UpdateProduct, ...] = ()
 
     @property
     def num_passes(self) -> int:

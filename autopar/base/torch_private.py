@@ -474,6 +474,23 @@ class PeakOfNew(TorchDispatchMode):
         return result
 
 
+class MatrixProducts(TorchDispatchMode):
+    """The products of two matrices that are made inside: rows, inner size, columns and dtype of
+    each (2.11 to 2.13)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products: list[tuple[int, int, int, torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if func.overloadpacket in (aten.mm, aten.bmm, aten.addmm, aten.baddbmm):
+            one, other = args[-2:]
+            made = (*one.shape[-2:], other.shape[-1], one.dtype)
+            self.products += [made] * (one.shape[0] if one.dim() == 3 else 1)
+        return func(*args, **(kwargs or {}))
+
+
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 

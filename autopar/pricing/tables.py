@@ -366,7 +366,16 @@ class Pricing:
         if not self._is_trained(value):
             return np.zeros_like(sizes)
         times = {size: self.update(int(size), value.stored_dtype).time_s for size in set(sizes)}
-        return np.array([times[size] for size in sizes])
+        return np.array([times[size] for size in sizes]) + self._products_s(value.shape)
+
+    def _products_s(self, shape: tuple[int, ...]) -> float:
+        """Seconds of the matrix products in the update of a parameter, which is stored whole."""
+        if len(shape) != 2:
+            return 0.0
+        return sum(
+            product.num_times * self.compute.estimate(product.call(shape)).forward_s
+            for product in self.optimizer.products
+        )
 
     def update(self, size_bytes: int, dtype: torch.dtype) -> Estimate:
         """The price of updating a shard of a parameter.

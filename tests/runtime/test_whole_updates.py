@@ -93,6 +93,25 @@ def test_the_least_memory_is_told_before_a_search(optimizer: Any, least: int, re
         planned(optimizer, constraints=[budget], offload=False)
 
 
+def test_the_products_of_muon_are_priced() -> None:
+    """Five steps of Newton-Schulz, each of three products in bfloat16."""
+    short, long = 2048, 8192
+    with torch.device("meta"):
+        model = nn.Sequential(
+            nn.Linear(short, long, bias=False), nn.Linear(long, short, bias=False)
+        )
+        x, y = torch.empty(64, short), torch.empty(64, short)
+    muon_s, other_s = (
+        autopar.plan(
+            model, H100S, (x, y), loss_fn=nn.functional.mse_loss, optimizer=optimizer, mesh={"x": 4}
+        ).prediction.update_s
+        for optimizer in (MUON, OWN)
+    )
+    flops = 2 * 5 * 2 * short * short * (long + short + long)
+    peak = H100S.device.peak_flops_per_s.bfloat16
+    assert 0.3 < flops / (muon_s - other_s) / peak < 1
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.LBFGS, torch.optim.SparseAdam])
 def test_optimizers_that_train_nothing_are_refused_when_planned(optimizer: Any) -> None:
     with pytest.raises(OptimizerError, match=optimizer.__name__):

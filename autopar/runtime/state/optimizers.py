@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,9 +25,9 @@ from torch import Tensor, nn
 
 from autopar.base.errors import OptimizerError
 from autopar.base.spelling import closest
-from autopar.base.torch_private import FUSED_KERNELS, PeakOfNew, has_step_hooks
+from autopar.base.torch_private import FUSED_KERNELS, MatrixProducts, PeakOfNew, has_step_hooks
 from autopar.cost_models import DeviceSpec
-from autopar.cost_models.update import OptimizerSpec, UpdateScope, adamw
+from autopar.cost_models.update import OptimizerSpec, Side, UpdateProduct, UpdateScope, adamw
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import local_shape
 from autopar.lowering.types import ParameterProgram
@@ -346,6 +347,7 @@ def optimizer_spec(
         )
         materialize_state(optimizer)
         state = optimizer.state.get(parameters[0], {})
+        products = () if scope is UpdateScope.ELEMENT else _products_in_step(make)
     except OptimizerError:
         raise
     except Exception as error:  # it may need the model's own parameters
@@ -365,6 +367,28 @@ def optimizer_spec(
         temporaries_before=round(held[1] - held[0] - of_all, 1),
         is_joint=is_clipped or scope is not UpdateScope.ELEMENT,
         scope=scope,
+        products=products,
+    )
+
+
+_SHORT, _LONG = 48, 80
+
+
+def _products_in_step(make: MakeOptimizer) -> tuple[UpdateProduct, ...]:
+    """The matrix products of one update of a matrix, whose sizes are its own."""
+    parameter = nn.Parameter(torch.zeros(_SHORT, _LONG, device="cpu"))
+    optimizer = make([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    with MatrixProducts() as made:
+        update(optimizer)
+    sides = {_SHORT: Side.SHORT, _LONG: Side.LONG}
+    found = Counter(made.products)
+    return tuple(
+        UpdateProduct(
+            rows=sides[rows], inner=sides[inner], columns=sides[columns], dtype=dtype, num_times=num
+        )
+        for (rows, inner, columns, dtype), num in found.items()
+        if {rows, inner, columns} <= sides.keys()
     )
 
 
