@@ -32,23 +32,20 @@ def stage_of_blocks(stages: Stages, graph: Graph) -> dict[str, int]:
     return stages.of([block.name for block in staged_blocks(graph)])
 
 
-def stages_of_other_graph(stages: Stages, graph: Graph, other: Graph) -> Stages:
-    """The stages of ``graph`` in the graph of another call, whose blocks may have other names.
+def names_in_other_graph(graph: Graph, other: Graph) -> dict[str, str]:
+    """The name in the graph of another call for each block of ``graph`` that a stage can begin at.
 
-    Where it has no block of a name, the stage begins at the first block behind which the same
-    parameter is read first. Raises PlanError where there is none, or they have another order.
+    A block of another name begins where the same parameter is read first; the first block is the
+    first one. Blocks that have no counterpart are left out.
     """
-    blocks, own = staged_blocks(other), {block.name: block for block in staged_blocks(graph)}
-    names = [block.name for block in blocks]
-    first_blocks = [names[0]]
-    for name in stages.first_blocks[1:]:
-        if name not in names:
-            first = _first_parameter(graph, own[name].start)
-            alike = (b.name for b in blocks if _first_parameter(other, b.start) == first)
-            name = next(alike, name)
-        first_blocks.append(name)
-    found = Stages(first_blocks=tuple(first_blocks))
-    found.of(names)
+    theirs = {block.name: _first_parameter(other, block.start) for block in staged_blocks(other)}
+    found = {}
+    for place, block in enumerate(staged_blocks(graph)):
+        first = _first_parameter(graph, block.start)
+        alike = (name for name, read in theirs.items() if place == 0 or read == first)
+        name = block.name if place and block.name in theirs else next(alike, None)
+        if name is not None:
+            found[block.name] = name
     return found
 
 

@@ -346,7 +346,8 @@ def _matches_nothing(priced: PricedGraph, pin: Pin) -> ConstraintError:
         )
     what = "op" if wants_op else "parameter or input"
     where = (
-        "[op.name for op in autopar.capture(model, inputs).graph.ops]"
+        "[op.name for op in autopar.capture(model, inputs).graph.ops] (with full_masks=() where "
+        "masks are always applied: with offload or batch_norm='local')"
         if wants_op
         else "[name for name, _ in model.named_parameters()]"
     )

@@ -20,7 +20,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements
 from autopar.ir.recomputation import Recomputation
 from autopar.ir.stages import Stages
-from autopar.lowering.stages import lower_staged_forward, stages_of_other_graph
+from autopar.lowering.stages import lower_staged_forward, names_in_other_graph
 from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram
 from autopar.passes.batch_norm import BatchNorm
@@ -84,7 +84,7 @@ class OtherCalls:
         return lower_staged_forward(strategy, self._program)
 
     def lower_training(self, captured: Captured, *, local: bool = False) -> RankProgram:
-        """The training program for a batch of other shapes.
+        """The training program for a batch of other shapes, or with masks.
 
         With ``local`` each rank passes its own shard, so inputs are split as in the plan. Blocks
         that recompute do so in full, and all run op by op. Raises PlanError where the graph has
@@ -111,20 +111,19 @@ class OtherCalls:
                 "the model uses other parameters for a batch of these shapes, so the optimizer's "
                 "state does not fit; train on batches for which it uses the same ones"
             )
+        names = names_in_other_graph(self._strategy.graph, graph)
         if pipeline is not None:
-            stages = stages_of_other_graph(pipeline[0], self._strategy.graph, graph)
-            pipeline = stages, pipeline[1]
+            firsts = tuple(names.get(name, name) for name in pipeline[0].first_blocks)
+            pipeline = Stages(first_blocks=firsts), pipeline[1]
         held = {p.value: p.stored for p in self._program.parameters}
         if local:
             places = (source.placements for source in self._program.inputs)
             held |= dict(zip(captured.graph.inputs, places, strict=True))
         strategy = self._planned(analysis, held, cut, "the plan for a batch of other shapes")
-        names = {block.name for block in graph.blocks}
         recomputed = {
-            name: replace(block, kept=())
-            for name, block in plan.recomputed.blocks.items()
-            if name in names
-        }
+            names[name]: replace(block, kept=())
+            for name, block in plan.recomputed.blocks.items() if name in names
+        }  # fmt: skip
         return lower_training(
             strategy, num, pipeline=pipeline, device_type=self._program.device_type,
             update=plan.update.update, tile_bytes=plan.update.tile_bytes,

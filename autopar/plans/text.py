@@ -85,7 +85,7 @@ def _summary(plan: PlanFields) -> Rows:
         ("devices", plan.cluster.devices_text),
         ("model", f"{graph.num_parameters:,} parameters, {graph.num_ops} ops"),
         ("inputs", inputs_text(plan)),
-        ("inputs stored", ", ".join(f"{_input(n)}: {text}" for n, text in plan.inputs.items())),
+        ("inputs stored", ", ".join(f"{input_text(n)}: {text}" for n, text in plan.inputs.items())),
         *([("batch norm", "statistics of each shard")] if graph.batch_norm == "local" else []),
         *([] if graph.precision is None else [("precision", str(graph.precision))]),
         *_schedule(plan),
@@ -102,12 +102,12 @@ def inputs_text(plan: PlanFields) -> str:
     """The model's inputs with their dtypes and shapes, and which masks are full."""
     full = plan.graph.full_masks
     return ", ".join(
-        f"{_input(name)} {text}" + (" of ones" if name in full else "")
+        f"{input_text(name)} {text}" + (" of ones" if name in full else "")
         for name, text in plan.graph.inputs.items()
     )
 
 
-def _input(name: str) -> str:
+def input_text(name: str) -> str:
     """The name of an input; those that are passed by position have numbers."""
     return f"input {name}" if name.isdecimal() else name
 

@@ -148,11 +148,12 @@ class Compiled(ModuleHabits, Closing):
         self._loop.check_no_gradients()
         self._loop.send_hyper_parameters()
         started_s = time.perf_counter()
-        slot, tensors = self._trainings.call(args, kwargs, local=local)
+        call = self._trainings.call(args, kwargs, local=local)
         with self._checkpoints.step():
-            loss = self._runner.train_step(tensors, local=local, slot=slot)
-        self._step_times.note(loss, time.perf_counter() - started_s, is_planned=slot == 0)
-        if slot == 0:
+            loss = self._runner.train_step(call.tensors, local=local, slot=call.slot)
+        time_s = time.perf_counter() - started_s
+        self._step_times.note(loss, time_s, is_planned=call.has_sizes_of_example)
+        if call.slot == 0:
             self._last_batch = args, kwargs, local
         self._loop.end_update()
         return loss
@@ -196,8 +197,8 @@ class Compiled(ModuleHabits, Closing):
         signature, outputs = self._captured.signature, None
         if not (self._has_loss_fn or signature.returns_one_tensor):
             outputs = self._forward(args, kwargs, local, as_training_pass=True)
-        slot, tensors = self._trainings.call(args, kwargs, local=local)
-        loss = self._loop.run(tensors, local=local, slot=slot)
+        call = self._trainings.call(args, kwargs, local=local)
+        loss = self._loop.run(call.tensors, local=local, slot=call.slot)
         if self._has_loss_fn:
             return loss
         return signature.output_of([loss]) if outputs is None else with_loss(outputs, loss)
@@ -338,16 +339,21 @@ class Compiled(ModuleHabits, Closing):
         many but at most `autopar.runtime.measured_steps.MOST_OP_STEPS`, time each op by itself.
         Twice as many then count tensors, as `peak_tensor_bytes` does. On a GPU they are launched op
         by op, also where training replays CUDA graphs. Raises InputError for a batch of other sizes
-        than the example's, for which the plan predicts nothing.
+        than the example's, or with masks that the plan leaves out, for which it predicts nothing.
         """
         if not is_count(num_steps):
             raise InputError(f"num_steps is {num_steps!r}; it must be a whole number, at least 1")
         if not (args or kwargs):
             args, kwargs, local = self._last_batch
+            if not (args or kwargs):
+                raise InputError(
+                    "profile() needs a batch, because no step was on one that the plan predicts: "
+                    f"{inputs_text(self.plan)}"
+                )
         if self._trainings.call(args, kwargs, local=local).slot:
             raise InputError(
                 f"the plan predicts steps of batches of {inputs_text(self.plan)}; profile() "
-                "compares with it, so pass a batch of those sizes"
+                "compares with it, so pass such a batch"
             )
         with self._measurement(args, kwargs, local) as measurement:
             found = measurement.profile(self.plan, self._captured, self.program, num_steps)

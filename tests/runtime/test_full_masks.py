@@ -15,8 +15,9 @@ from torch import Tensor, fx, nn
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 import autopar
-from autopar.base.errors import PlanError
+from autopar.base.errors import InputError, PlanError
 from autopar.cost_models import Cluster
+from autopar.lowering.stages import names_in_other_graph, staged_blocks
 from autopar.lowering.types import RankProgram
 from autopar.planning.constraints import Force
 from autopar.plans.document import Plan
@@ -127,10 +128,44 @@ def test_padding_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     with compiled_with(model, BATCHES[0]) as compiled, caplog.at_level(logging.INFO, "autopar"):
         for batch in (BATCHES[1], BATCHES[3], text(5, (2,))):
             compiled.train_step(**batch)
-        shorter = {name: x[:, :10] for name, x in BATCHES[1].items()}
-        compiled.train_step(**shorter)
-    assert caplog.text.count("pass one") + caplog.text.count("compile with one of them") == 1
-    assert caplog.text.count("compiled for a batch whose attention_mask is not all ones") == 2
+        assert compiled.step_time_s is not None  # they have the example's sizes
+        with pytest.raises(
+            InputError, match=r"needs a batch.* attention_mask int64\[4, 12\] of ones"
+        ):
+            compiled.profile()
+        with pytest.raises(InputError, match=r"attention_mask .* of ones.* so pass such a batch"):
+            compiled.profile(**BATCHES[1])
+    assert caplog.text.count("compile with one of them as example_inputs") == 1
+    what = "a batch with masks that are not all ones (attention_mask)"
+    assert caplog.text.count(f"compiled for {what}") == 1
+
+
+def test_a_program_with_masks_serves_all_batches_of_its_shape(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Batches padded to their longest text: nothing is compiled after the first epoch."""
+    model = decoder()
+    cut = [
+        {k: x[:, :n] for k, x in text(n, rows).items()} for n in (9, 10, 11) for rows in ((), (1,))
+    ]
+    with compiled_with(model, BATCHES[0]) as compiled, caplog.at_level(logging.INFO, "autopar"):
+        assert_trains_as_eager(compiled, model, cut)
+        assert caplog.text.count("compiled for a batch of other shapes") == 6
+        for batch in cut:
+            compiled.train_step(**batch)
+        assert caplog.text.count("compiled for a batch of other shapes") == 6
+
+
+def test_a_block_of_another_name_recomputes_too() -> None:
+    model = encoder()
+    with compiled_with(model, BATCHES[0], recompute="full") as compiled:
+        recomputed = set(compiled.plan.recomputed.blocks)
+        assert "bert.embeddings" in recomputed
+        masked = autopar.capture(model, BATCHES[1]).graph
+        names = names_in_other_graph(autopar.capture(model, BATCHES[0]).graph, masked)
+        assert names["bert.embeddings"] == masked.blocks[1].name == "bert"
+        assert set(names.values()) == {block.name for block in staged_blocks(masked)}
+        assert_trains_as_eager(compiled, model, BATCHES)
 
 
 def test_a_plan_says_which_masks_are_left_out(tmp_path: Path) -> None:

@@ -119,17 +119,15 @@ class ForwardPrograms:
             tuple(x.shape) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)
         ]
         mode = "train" if training else "eval"
-        is_full = has_full_masks(self._signature.full_masks, args, kwargs)
-        masks = "" if is_full or local else ", masked"
-        are_full = self._runner.begin_call(
-            BegunCall(
-                shapes=f"{shapes} in {mode} mode{masks}",
-                local=local,
-                in_each=local,
-                has_full_masks=is_full,
-            )
+        full_masks = self._signature.full_masks
+        begun = BegunCall(
+            shapes=f"{shapes} in {mode} mode",
+            local=local,
+            in_each=local or bool(full_masks),
+            has_full_masks=has_full_masks(full_masks, args, kwargs),
         )
-        forward = self._forward(example, training, local, are_full)
+        is_full = self._runner.begin_call(begun)
+        forward = self._forward(example, training, local, is_full)
         if not forward.takes_targets:
             args, kwargs = self._without_targets(args, kwargs)
         signature = forward.local_signature if local else forward.signature
@@ -152,7 +150,11 @@ class ForwardPrograms:
 
     def _forward(self, call: Arguments, training: bool, local: bool, is_full: bool) -> _Forward:
         called = call_key(*call)
-        key = _Key(training, local or called == self._own_key, is_full, called)
+        is_own = called == self._own_key
+        key = _Key(training, local or is_own, is_full, called)
+        masked = key._replace(has_full_masks=False)
+        if masked in self._cache and not is_own:  # it serves full masks as well
+            key = masked
         if key not in self._cache:
             self._cache.add(key, lambda slot: self._make(call, key, slot))
         return self._cache[key]

@@ -7,8 +7,8 @@ least recently used.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Collection, Hashable
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -23,6 +23,10 @@ class ProgramCache(Generic[T]):
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._known
+
+    @property
+    def keys(self) -> Collection[Any]:
+        return self._known.keys()
 
     @property
     def is_full(self) -> bool:

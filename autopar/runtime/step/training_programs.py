@@ -23,6 +23,7 @@ from autopar.frontend.checking.attributes import attributes_after
 from autopar.frontend.full_masks import has_full_masks
 from autopar.frontend.signature import Signature
 from autopar.lowering.types import RankProgram
+from autopar.plans.text import input_text
 from autopar.runtime.step.begun_call import BegunCall
 from autopar.runtime.step.local_calls import (
     LocalCall,
@@ -65,10 +66,14 @@ class TrainingRunner(Protocol):
 
 
 class TrainingCall(NamedTuple):
-    """The tensors of a training step, and the slot of the program that runs it."""
+    """The tensors of a training step, and the slot of the program that runs it.
+
+    ``has_sizes_of_example``: a program in another slot applies masks that the example's leaves out.
+    """
 
     slot: int
     tensors: list[Tensor]
+    has_sizes_of_example: bool
 
 
 class TrainingPrograms:
@@ -97,7 +102,6 @@ class TrainingPrograms:
         self._runner = runner
         self._cache: ProgramCache[int] = ProgramCache(MAX_PROGRAMS, first_slot=1)
         self._has_warned = False
-        self._has_told_of_masks = False
 
     @property
     def takes_other_shapes(self) -> bool:
@@ -111,27 +115,28 @@ class TrainingPrograms:
         With ``local`` they are one rank's shards, of the same sizes on all ranks. Raises InputError
         where the call differs from the example in more than sizes.
         """
-        called = self._called(args, kwargs, local)
-        is_full = has_full_masks(self._signature.full_masks, args, kwargs)
-        if not (is_full or local):
-            called = called.with_masks()
-        are_full = self._runner.begin_call(
-            BegunCall(
-                shapes=called.local.describe(),
-                local=local,
-                has_full_masks=is_full,
-                in_each=local and self.takes_other_shapes,
-            )
+        called, full_masks = self._called(args, kwargs, local), self._signature.full_masks
+        begun = BegunCall(
+            shapes=called.local.describe(),
+            local=local,
+            in_each=bool(full_masks) or (local and self.takes_other_shapes),
+            has_full_masks=has_full_masks(full_masks, args, kwargs),
         )
-        if not are_full:
+        if not self._runner.begin_call(begun):
             called = called.with_masks()
         if called.whole is self._signature:
-            return TrainingCall(0, called.tensors)
-        key = (local, called.whole.input_shapes, called.whole.full_masks)
+            return TrainingCall(0, called.tensors, has_sizes_of_example=True)
+        if self._key(called.with_masks(), local) in self._cache:  # it serves full masks as well
+            called = called.with_masks()
+        key = self._key(called, local)
         if key not in self._cache:
             with self._runner.watched("compiling for a batch of another kind"):
                 self._cache.add(key, lambda slot: self._make(slot, called, local))
-        return TrainingCall(self._cache[key], called.tensors)
+        same = called.whole.input_shapes == self._signature.input_shapes
+        return TrainingCall(self._cache[key], called.tensors, has_sizes_of_example=same)
+
+    def _key(self, called: LocalCall, local: bool) -> tuple[Any, ...]:
+        return local, called.whole.input_shapes, called.whole.full_masks
 
     def check(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, local: bool = False
@@ -175,12 +180,10 @@ class TrainingPrograms:
         self._warn_once()
         started_s, signature = time.perf_counter(), called.whole
         what, fix = "a batch of other shapes", _DROP_LAST
-        if signature.full_masks != self._signature.full_masks:
-            masks = " and ".join(self._signature.full_masks)
-            what, fix = f"a batch whose {masks} is not all ones", _MASKED_EXAMPLE
-            if not self._has_told_of_masks:
-                self._has_told_of_masks = True
-                _log.warning("%s runs a program of its own, op by op. %s", what, fix)
+        if signature.input_shapes == self._signature.input_shapes:
+            masks = ", ".join(map(input_text, self._signature.full_masks))
+            what, fix = f"a batch with masks that are not all ones ({masks})", _MASKED_EXAMPLE
+            _log.warning("%s runs a program of its own, made without measurements. %s", what, fix)
         try:
             self._refuse_changes(signature)
             captured = capture(
@@ -230,7 +233,8 @@ class TrainingPrograms:
                 )
 
     def _warn_once(self) -> None:
-        if self._cache.is_full and not self._has_warned:
+        shapes = {(local, shapes) for local, shapes, _ in self._cache.keys}
+        if len(shapes) == MAX_PROGRAMS and not self._has_warned:
             self._has_warned = True
             _log.warning(
                 "batches have more than %d different shapes, so programs are compiled again and "
