@@ -125,7 +125,8 @@ class AlikeBatches:
 
     Shards are compared by their shapes in each call, as each rank chooses its program by its own
     shard alone. Whole batches are compared in the first call of their shapes, and of each program;
-    later ones are not, which would cost a synchronization each.
+    later ones are not, which would cost a synchronization each, unless their masks choose the
+    program.
     """
 
     def __init__(self, device: torch.device) -> None:
