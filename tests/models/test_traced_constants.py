@@ -1,4 +1,4 @@
-"""Values that a trace knows: those computed from constants only."""
+"""Values that a trace knows: those computed from constants, and from inputs that are known."""
 
 from __future__ import annotations
 
@@ -9,25 +9,30 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.frontend.traced_constants import constant_of
+from autopar.frontend.traced_constants import constant_of, node_of
 
 
 class Traced(nn.Module):
-    def __init__(self, make: Callable[..., Tensor]) -> None:
+    """Notes what is known of the tensor that ``make`` computes, where ``known`` is the input."""
+
+    def __init__(self, make: Callable[..., Tensor], known: Tensor | None = None) -> None:
         super().__init__()
         self.make = make
+        self.known = [] if known is None else [known]
         self.weight = nn.Parameter(torch.ones(4))
         self.register_buffer("table", torch.arange(4.0))
         self.found: list[Any] = []
 
     def forward(self, x: Tensor) -> Tensor:
         made = self.make(self, x)
-        self.found.append(constant_of(made))
+        node = node_of(x)
+        assert node is not None
+        self.found.append(constant_of(made, {node: self.known[0]} if self.known else {}))
         return x + made
 
 
-def found(make: Callable[..., Tensor]) -> Tensor | None:
-    model = Traced(make)
+def found(make: Callable[..., Tensor], known: Tensor | None = None) -> Tensor | None:
+    model = Traced(make, known)
     notes = model.found
     program = torch.export.export(model, (torch.randn(4),), strict=False)
     # Nothing of the evaluation is part of the graph, such as a switch of the gradient mode.
@@ -64,5 +69,14 @@ def test_others_have_none(make: Callable[..., Tensor]) -> None:
     assert found(make) is None
 
 
+def test_what_is_computed_from_a_known_input_has_a_value() -> None:
+    value = found(lambda _, x: x.cumsum(0) - torch.arange(4.0), torch.tensor([1.0, 1.0, 1.0, 5.0]))
+    assert value is not None
+    assert value.tolist() == [1.0, 1.0, 1.0, 5.0]
+    assert found(lambda m, x: x * m.weight, torch.ones(4)) is None
+    assert found(lambda _, x: x.add_(1), torch.ones(4)) is None
+
+
 def test_outside_of_a_trace_nothing_is_known() -> None:
-    assert constant_of(torch.arange(4)) is None
+    assert node_of(torch.arange(4)) is None
+    assert constant_of(torch.arange(4), {}) is None
