@@ -428,6 +428,7 @@ class _Compiler:
             chosen = replayed or self._planned(captured, say)
             if replayed is None and _lacks_masks(chosen):
                 captured = self._captured(inputs, precision, (), say)
+                self._check(captured, inputs, say)
                 chosen = self._planned(captured, say)
             release_cached()
             say("lower")

@@ -66,9 +66,8 @@ def _decided(function: Any, full: FullMasks) -> Callable[..., Any]:
             with outside_of_tracing():
                 decision = function(*own_args, **own_kwargs)
             if not isinstance(decision, Tensor):
-                for x in leaves:
-                    if decision is not False and isinstance(x, Tensor):
-                        full.note_use(x)
+                if decision is not False:  # else it is that of a mask whose values are not known
+                    full.note_use(x for x in leaves if isinstance(x, Tensor))
                 return decision
         return function(*args, **kwargs)
 

@@ -8,7 +8,7 @@ whether a later call has full masks too, so that what was captured is right for 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,7 +32,8 @@ def full_masks_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str
 def has_full_masks(
     names: Collection[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether all inputs with these names, where a call has them, are full."""
+    """Whether all inputs with these names, where a call has them, are full. The host waits for
+    those on a GPU, as in eager mode."""
     return not names or all(_is_full(x) for name, x in _named(args, kwargs) if name in names)
 
 
@@ -47,7 +48,7 @@ def with_full_masks(call: Arguments, names: Collection[str]) -> Arguments:
 
 
 class FullMasks:
-    """What a trace may know of its inputs: those with these ``names`` are full.
+    """The inputs of a trace that are known to be full, by ``names``.
 
     ``used`` are those that a decision of the model depended on.
     """
@@ -55,26 +56,26 @@ class FullMasks:
     def __init__(self, names: Collection[str]) -> None:
         self.names = frozenset(names)
         self.used: set[str] = set()
-        self._nodes: dict[fx.Node, tuple[str, Tensor]] = {}
+        self._names: dict[fx.Node, str] = {}
+        self._values: dict[fx.Node, Tensor] = {}
 
     def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note which nodes of the present trace the inputs are."""
         for name, x in _named(args, kwargs) if self.names else ():
             node = node_of(x)
             if name in self.names and node is not None:
+                self._names[node] = name
                 with outside_of_tracing():
-                    self._nodes[node] = name, torch.ones(x.shape, dtype=x.dtype)
+                    self._values[node] = torch.ones(x.shape, dtype=x.dtype)
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """The value of a traced tensor that depends on constants and full masks only."""
-        return constant_of(tensor, {node: value for node, (_, value) in self._nodes.items()})
+        return constant_of(tensor, self._values)
 
-    def note_use(self, tensor: Tensor) -> None:
-        """A decision depended on the value of this tensor."""
-        node = node_of(tensor)
-        if node is not None:
-            before = nodes_before(node)
-            self.used |= {name for known, (name, _) in self._nodes.items() if known in before}
+    def note_use(self, tensors: Iterable[Tensor]) -> None:
+        """A decision depended on the values of these tensors."""
+        before = nodes_before([node_of(tensor) for tensor in tensors])
+        self.used |= {name for node, name in self._names.items() if node in before}
 
 
 def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Tensor]]:

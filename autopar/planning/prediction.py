@@ -189,11 +189,13 @@ def _update_sources(best: Candidate) -> set[Source]:
     """Sources of the prices of the parameters' updates."""
     pricing = best.priced.pricing
     stored = best.priced.assignment(best.solution.assignment).stored
-    return {
-        pricing.update(pricing.local_bytes(value, stored[value.index]), value.stored_dtype).source
-        for value in pricing.graph.parameters
-        if value.differentiable and value.index in stored
-    }
+    found = set[Source]()
+    for value in pricing.graph.parameters:
+        if value.differentiable and value.index in stored:
+            size_bytes = pricing.local_bytes(value, stored[value.index])
+            found.add(pricing.update(size_bytes, value.stored_dtype).source)
+            found |= {estimate.source for _, estimate in pricing.update_products(value)}
+    return found
 
 
 def search_report(

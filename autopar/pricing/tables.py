@@ -366,16 +366,19 @@ class Pricing:
         if not self._is_trained(value):
             return np.zeros_like(sizes)
         times = {size: self.update(int(size), value.stored_dtype).time_s for size in set(sizes)}
-        return np.array([times[size] for size in sizes]) + self._products_s(value.shape)
+        products = self.update_products(value)
+        products_s = sum(num_times * estimate.forward_s for num_times, estimate in products)
+        return np.array([times[size] for size in sizes]) + products_s
 
-    def _products_s(self, shape: tuple[int, ...]) -> float:
-        """Seconds of the matrix products in the update of a parameter, which is stored whole."""
-        if len(shape) != 2:
-            return 0.0
-        return sum(
-            product.num_times * self.compute.estimate(product.call(shape)).forward_s
+    def update_products(self, value: Value) -> list[tuple[int, OpEstimate]]:
+        """The prices of the matrix products in the update of a parameter, which is stored whole,
+        and how often each is made."""
+        if len(value.shape) != 2:
+            return []
+        return [
+            (product.num_times, self.compute.estimate(product.call(value.shape)))
             for product in self.optimizer.products
-        )
+        ]
 
     def update(self, size_bytes: int, dtype: torch.dtype) -> Estimate:
         """The price of updating a shard of a parameter.

@@ -206,7 +206,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         array.compiled.save(tmp_path / "model")
         before = array.state_dict(0)
         for name, message in (
-            ("other", "array of 1 models, and this one has 3"),
+            ("other", r"is of an array of 1 models, and this one has 3; compile as many$"),
             ("model", "is not of an array"),
             ("none", "there is no checkpoint"),
         ):

@@ -34,24 +34,20 @@ from autopar.runtime.state.background import BackgroundSave, BackgroundWriter
 from autopar.runtime.state.checkpoint_format import (
     MANIFEST,
     Chunk,
-    Content,
     Stamp,
     StoredTensor,
     check_file,
     damaged,
-    decode_manifest,
     is_covered,
-    read_bounded,
     read_rows,
-    stamp_of,
-    stored_tensors,
 )
 from autopar.runtime.state.checkpoint_paths import Path
 from autopar.runtime.state.checkpoint_writer import CheckpointWriter, write_tensors
 from autopar.runtime.state.checks import check_plain_state
 from autopar.runtime.state.dcp_checkpoint import METADATA, DcpCheckpoint, open_dcp
+from autopar.runtime.state.manifest import Manifest, manifest_limit, read_manifest
 from autopar.runtime.state.optimizer_state import refused_by_all
-from autopar.runtime.state.plain import plain_of, to_plain
+from autopar.runtime.state.plain import to_plain
 from autopar.runtime.step.loss_scale import is_state
 from autopar.runtime.step.rank import RankRuntime
 
@@ -232,7 +228,7 @@ class _Source:
     tensors: dict[str, StoredTensor]
     optimizer: dict[str, Any] | None
     trainer: dict[str, Any]
-    own: Content | None = None
+    own: Manifest | None = None
     foreign: DcpCheckpoint | None = None
 
     def saved_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -254,8 +250,7 @@ class _Source:
 
     def stamps(self) -> dict[str, Stamp]:
         """The stamps of its files, by name, which show changes between verification and reading."""
-        files = () if self.own is None else self.own.files
-        return {file.name: stamp_of(self.folder, file.name) for file in files}
+        return {} if self.own is None else self.own.stamps()
 
     def verify(self, plan: LoadPlan, communicator: Communicator) -> None:
         """Verify every file, each by one rank; chunks of a foreign checkpoint by their readers."""
@@ -277,29 +272,22 @@ class _Source:
 
 
 def _opened(folder: str, expected: Mapping[str, Tensor]) -> _Source:
-    limit = (1 << 20) + (len(expected) << 18)
     if not os.path.lexists(os.path.join(folder, MANIFEST)):
-        return _opened_foreign(folder, expected, limit)
-    place = os.path.join(folder, MANIFEST)
-    content = decode_manifest(read_bounded(folder, MANIFEST, limit), place)
-    tensors = stored_tensors(content, place)
-    total = sum(file.size_bytes for file in content.files)
-    most = 16 * sum(t.numel() * t.element_size() for t in expected.values()) + (64 << 20)
-    if total > most:
-        raise damaged(place, f"names files of {total} bytes; this model's have at most {most}")
-    plain = plain_of(content.plain, place)
+        return _opened_foreign(folder, len(expected))
+    num_bytes = sum(t.numel() * t.element_size() for t in expected.values())
+    own = read_manifest(folder, num_tensors=len(expected), num_bytes=num_bytes)
     return _Source(
-        place=place,
+        place=own.place,
         folder=folder,
-        tensors=tensors,
-        optimizer=plain.get("optimizer"),
-        trainer=_mapping(plain.get("trainer"), place),
-        own=content,
+        tensors=own.tensors,
+        optimizer=own.plain.get("optimizer"),
+        trainer=_mapping(own.plain.get("trainer"), own.place),
+        own=own,
     )
 
 
-def _opened_foreign(folder: str, expected: Mapping[str, Tensor], limit: int) -> _Source:
-    foreign = open_dcp(folder, limit)
+def _opened_foreign(folder: str, num_tensors: int) -> _Source:
+    foreign = open_dcp(folder, manifest_limit(num_tensors))
     place = os.path.join(folder, METADATA)
     scalars = [key for key in foreign.entries if key.startswith("optimizer.state.")]
     plain = foreign.nested("trainer", "optimizer.param_groups", *scalars)

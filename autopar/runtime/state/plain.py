@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import collections
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 
 from autopar.base.errors import InputError
-from autopar.runtime.state.checkpoint_format import damaged
 
 _MAPPINGS: dict[str, type] = {
     "dict": dict,
@@ -88,14 +86,6 @@ def from_plain(value: Any, depth: int = 0) -> Any:
             made[key] = item
         return made
     raise ValueError(f"there is no kind of data {kind!r}")
-
-
-def plain_of(content: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """The plain data that a checkpoint's file ``place`` holds; InputError for any other."""
-    try:
-        return {key: from_plain(value) for key, value in content.items()}
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise damaged(place, f"holds what is no plain data ({error})"[:300]) from error
 
 
 def _tensor_out(value: Tensor, where: str) -> dict[str, Any]:

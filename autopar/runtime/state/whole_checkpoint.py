@@ -16,23 +16,16 @@ import torch
 from torch import Tensor
 
 from autopar.runtime.state.checkpoint_format import (
-    MANIFEST,
     Stamp,
-    StoredTensor,
     check_file,
     damaged,
-    decode_manifest,
     is_covered,
-    read_bounded,
     read_rows,
-    stamp_of,
-    stored_tensors,
 )
 from autopar.runtime.state.checkpoint_paths import Path, check_exists, check_writable
 from autopar.runtime.state.checkpoint_writer import CheckpointWriter, write_tensors
-from autopar.runtime.state.plain import plain_of, to_plain
-
-_BYTES_OF_A_RECORD = 1 << 18
+from autopar.runtime.state.manifest import Manifest, read_manifest
+from autopar.runtime.state.plain import to_plain
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
@@ -42,36 +35,30 @@ def write(path: Path, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -
     write_tensors(CheckpointWriter(path, content), path, tensors, is_alone=True)
 
 
-def read(path: Path, most_tensors: int, most_bytes: int) -> tuple[dict[str, Tensor], Any]:
-    """The tensors and the plain data of a checkpoint.
+def read(
+    path: Path, *, num_tensors: int, num_bytes: int
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the plain data of a checkpoint for a state of so many tensors and bytes.
 
-    Raises InputError for one that is damaged, or larger than what is expected.
+    Raises InputError if it is damaged.
     """
     check_exists(path)
-    folder = os.fspath(path)
-    place = os.path.join(folder, MANIFEST)
-    limit = (1 << 20) + most_tensors * _BYTES_OF_A_RECORD
-    content = decode_manifest(read_bounded(folder, MANIFEST, limit), place)
-    stored = stored_tensors(content, place)
-    total = sum(file.size_bytes for file in content.files)
-    if total > most_bytes:
-        raise damaged(place, f"names files of {total} bytes; these models' have {most_bytes}")
-    plain = plain_of(content.plain, place)
-    stamps = {file.name: stamp_of(folder, file.name) for file in content.files}
-    for file in content.files:
-        check_file(folder, file)
-    return {key: _read(folder, place, key, x, stamps) for key, x in stored.items()}, plain
+    found = read_manifest(os.fspath(path), num_tensors=num_tensors, num_bytes=num_bytes)
+    stamps = found.stamps()
+    for file in found.files:
+        check_file(found.folder, file)
+    return {key: _read(found, key, stamps) for key in found.tensors}, found.plain
 
 
-def _read(
-    folder: str, place: str, key: str, stored: StoredTensor, stamps: Mapping[str, Stamp]
-) -> Tensor:
+def _read(manifest: Manifest, key: str, stamps: Mapping[str, Stamp]) -> Tensor:
+    stored = manifest.tensors[key]
     if not is_covered(stored):
-        raise damaged(place, f"does not have every element of {key!r} once")
+        raise damaged(manifest.place, f"does not have every element of {key!r} once")
     found = torch.empty(stored.shape, dtype=stored.dtype)
     for chunk in stored.chunks:
         if math.prod(chunk.sizes):
             num = chunk.sizes[0] if chunk.sizes else 1
             box = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes))
-            found[box] = read_rows(folder, chunk, stored.dtype, 0, num, stamps[chunk.name])
+            stamp = stamps[chunk.name]
+            found[box] = read_rows(manifest.folder, chunk, stored.dtype, 0, num, stamp)
     return found

@@ -11,7 +11,7 @@ class BegunCall:
 
     All ranks pass batches, or each its shard if it is ``local``, of the same ``shapes``, or all
     raise InputError; the masks of all are full, or none counts as full. Under ``torchrun`` that is
-    collective ``in_each`` call, or in the first one of these shapes.
+    collective: in each call if ``in_each``, else in the first one of these shapes.
     """
 
     shapes: str

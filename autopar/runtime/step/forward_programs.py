@@ -62,7 +62,7 @@ class _Forward:
 
 
 class _Key(NamedTuple):
-    """What the calls of one program have in common."""
+    """The calls that one program serves; ``with_inputs``: inputs are split as in training."""
 
     training: bool
     with_inputs: bool
