@@ -57,8 +57,8 @@ def with_early_update(
 
     Gradients are cut into rows of `default_tile_bytes` unless ``tile_bytes`` is given. Kept
     gradients are whole. Unless ``in_steps``, W is not cut: each block makes all its gradients at
-    once. Raises PlanError for a schedule that updates in the next step, or has a second compute
-    stream.
+    once, and updates do not overlap with the backward pass. Raises PlanError for a schedule that
+    updates in the next step, or has a second compute stream.
     """
     if has_late_updates(program):
         name = program.pipeline.schedule.name
@@ -95,6 +95,7 @@ def with_early_update(
         )
     early = EarlyUpdate(
         at_end=at_end,
+        overlaps=in_steps,
         keeps_gradients=update.keep_gradients,
         clipping=None if update.clipping is None else Clipping(update.clipping),
     )

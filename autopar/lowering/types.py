@@ -278,10 +278,12 @@ class EarlyUpdate:
 
     ``at_end``: the trained parameters that are updated after the step nevertheless. Gradients are
     released by their update unless it ``keeps_gradients``, and clipped before it by the norm that
-    ``clipping`` says.
+    ``clipping`` says. If it ``overlaps``, a device that has streams updates on a second one, while
+    the next gradients are computed; these updates hold at most what one of them uses.
     """
 
     at_end: frozenset[int]
+    overlaps: bool = True
     keeps_gradients: bool = False
     clipping: Clipping | None = None
 

@@ -1,7 +1,8 @@
 """Memory of early updates: gradients that are released within the backward pass.
 
 It plays what `autopar.runtime.step.reductions.Reductions.arrived` hands to the updates: gradients
-that are complete, reduced, and of parameters that `autopar.lowering.arrivals` sets free.
+that are complete, reduced, and of parameters that `autopar.lowering.arrivals` sets free. An update
+on a second stream holds its gradients until the next one begins, and has memory of its own.
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ class EarlyUpdates:
         self._arrivals = Arrivals(program, route, device_kind)
         self.reads = self._arrivals.reads
         self._keeps = program.early.keeps_gradients
+        self._overlaps = program.early.overlaps and device_kind != "cpu"
+        self._updating_bytes = 0
+        self.apart_bytes = 0
+        """Bytes of workspace that a second stream holds, at any time of a step."""
         self._tally = tally
         self._reductions = reductions
         self._optimizer = optimizer
@@ -96,6 +101,12 @@ class EarlyUpdates:
             self._reductions.finish(self._scatters.popleft(), where)
         free = self._arrivals.free()
         sizes = [self._sizes[v].stored for v in free]
+        if self._overlaps:
+            if free or rows:
+                self._update_beside(sizes, self.clipped_bytes(free), rows)
+            if is_last:
+                self._end_update()
+            return
         live = self._tally.live
         if free:
             self._tally.check("update", self._optimizer.workspace_bytes(sizes))
@@ -104,3 +115,16 @@ class EarlyUpdates:
         for size in rows:
             self._tally.check("update", self._optimizer.workspace_bytes([size]))
             live[Category.GRADIENTS] -= size
+
+    def _update_beside(self, sizes: Sequence[int], copied: int, rows: Sequence[int]) -> None:
+        """Update on a second stream, with ``copied`` bytes of clipped gradients."""
+        self._end_update()
+        self._updating_bytes = sum(rows) + (0 if self._keeps else sum(sizes))
+        workspace_bytes = [self._optimizer.workspace_bytes([size]) for size in rows]
+        workspace_bytes.append(self._optimizer.workspace_bytes(sizes) + copied)
+        self.apart_bytes = max(self.apart_bytes, *workspace_bytes)
+
+    def _end_update(self) -> None:
+        """The first stream has waited for the second."""
+        self._tally.live[Category.GRADIENTS] -= self._updating_bytes
+        self._updating_bytes = 0

@@ -196,7 +196,8 @@ class _Play:
         self.tally.begin_action()
         for values in self._last_updates():
             self._update(values)
-        self.tally.add_to_peak(self.side.apart_bytes)
+        apart_bytes = self.side.apart_bytes + (self.early.apart_bytes if self.early else 0)
+        self.tally.add_to_peak(apart_bytes)
         by_category = {str(c): v for c, v in sorted(self.tally.peak.items()) if v}
         return ProgramMemory(
             by_category=by_category,

@@ -142,11 +142,14 @@ def order_text(gap: float) -> str:
 
 
 def streams_text(plan: PlanFields) -> str:
-    """How the plan's device runs weight gradients of a second stream, as text; empty without."""
-    found = plan.schedule.pipeline()
+    """What the plan's device runs on a second stream, weight gradients or early updates, as text;
+    empty without."""
+    found, is_cpu = plan.schedule.pipeline(), plan.cluster.device.kind == "cpu"
+    if plan.update.when == "early" and plan.offload is None and not is_cpu:
+        return "updates on a second one; no gain from co-running is predicted"
     if found is None or not uses_side_stream(found[1]):
         return ""
-    if plan.cluster.device.kind == "cpu":
+    if is_cpu:
         return "one, as on every CPU: weight gradients run in their order of issue"
     return "weight gradients on a second one; no gain from co-running is predicted"
 

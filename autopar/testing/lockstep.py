@@ -160,6 +160,12 @@ class LockstepMachine:
     def on(self, issue: Issue) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def updating(self, gradients: Sequence[Shards]) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def end_updates(self) -> None:
+        pass
+
     def moment(self) -> HostMoment:
         return HostMoment()
 

@@ -37,7 +37,10 @@ class LockstepUpdates:
     def inspect(self, gradients: Sequence[list[Tensor]], dtypes: Sequence[torch.dtype]) -> None:
         pass
 
-    def update_early(self, arrived: Arrived[list[Tensor]], loss: Any) -> None:
+    def may_update(self, arrived: Arrived[list[Tensor]], loss: Any) -> bool:
+        return True
+
+    def update_early(self, arrived: Arrived[list[Tensor]]) -> None:
         self.num_early += len(arrived.gradients)
         self.apply(arrived.gradients)
         for place, (shards, steps) in enumerate(zip(self.shards, self.steps)):

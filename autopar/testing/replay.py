@@ -1,4 +1,4 @@
-"""One training step of two compute streams, replayed in any order that their events allow.
+"""One training step of two streams, replayed in any order that their events allow.
 
 The executor issues a step to a `ReplayMachine`, which computes nothing yet: it notes operations on
 two queues, with the events that they wait for. Then the step is played in an order that a `Choose`
@@ -6,7 +6,8 @@ draws: at any time either stream may run its next operation, unless that waits f
 other. Memory is that of PyTorch's caching allocator at its least patient: what the host released is
 lost as soon as its own stream, and those for which a use was recorded, have come to that point. An
 operation that reads what has not been made, or what is lost, raises Hazard. All ranks of a mesh
-run in lockstep (`autopar.testing.lockstep`), so results can be compared with eager PyTorch.
+run in lockstep (`autopar.testing.lockstep`), so results can be compared with eager PyTorch. The
+side stream is that of weight gradients or, if a program updates early, that of updates.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -24,6 +26,7 @@ from autopar.base.errors import AutoparError
 from autopar.lowering.streams import Issue, Part
 from autopar.lowering.types import RankProgram, TensorMeta
 from autopar.runtime.machine.protocols import NoLinks, Phase
+from autopar.runtime.machine.streams import UpdateStream
 from autopar.runtime.state.shards import microbatch_of, scatter
 from autopar.runtime.step.executor import ActionSpan, Executor
 from autopar.runtime.step.reductions import Arrived, Gradients
@@ -35,6 +38,8 @@ Shards = list[Tensor]
 Choose = Callable[[Sequence[Resource]], Resource]
 """Draws the stream that runs next from those that can."""
 STREAMS = (Resource.MAIN, Resource.SIDE)
+LEARNING_RATE = 0.125
+"""Of early updates, which are plain gradient descent."""
 
 
 class Hazard(AutoparError):
@@ -171,13 +176,50 @@ class TapeMoment:
         return 1e3 * (later.at - self.at)
 
 
+class _TapeStream:
+    """A stream of the tape, with the calls of a stream of torch."""
+
+    def __init__(self, tape: _Tape, resource: Resource) -> None:
+        self.resource = resource
+        self._tape = tape
+
+    def record_event(self, event: Any = None) -> tuple[Resource, int]:
+        return self.resource, len(self._tape.queues[self.resource])
+
+    def wait_event(self, event: tuple[Resource, int]) -> None:
+        self._tape.queues[self.resource].append(_Op(_nothing, event))
+
+    def wait_stream(self, other: _TapeStream) -> None:
+        self.wait_event(other.record_event())
+
+
+class _TapeModule:
+    """What `autopar.runtime.machine.streams` calls of a module such as `torch.cuda`."""
+
+    def __init__(self, machine: ReplayMachine) -> None:
+        self._machine = machine
+
+    def Stream(self, device: torch.device) -> _TapeStream:
+        return _TapeStream(self._machine.tape, Resource.SIDE)
+
+    def current_stream(self, device: torch.device) -> _TapeStream:
+        return _TapeStream(self._machine.tape, self._machine.stream)
+
+    @contextlib.contextmanager
+    def stream(self, stream: _TapeStream) -> Iterator[None]:
+        outer, self._machine.stream = self._machine.stream, stream.resource
+        yield
+        self._machine.stream = outer
+
+
 class ReplayMachine:
-    """The `Machine` that notes a step instead of running it."""
+    """The `Machine` that notes a step instead of running it. ``stream`` is the current one."""
 
     def __init__(self, inner: LockstepMachine) -> None:
         self.inner = inner
         self.tape = _Tape()
-        self._stream = Resource.MAIN
+        self.stream = Resource.MAIN
+        self.updates = UpdateStream(torch.device("cuda"), _TapeModule(self))
         self._notes_uses = False
         self._events: dict[int, tuple[Resource, int]] = {}
         self._name = "the step"
@@ -185,18 +227,24 @@ class ReplayMachine:
 
     @contextlib.contextmanager
     def on(self, issue: Issue) -> Iterator[None]:
-        outer = self._stream, self._notes_uses, self._name
-        self._stream, self._notes_uses, self._name = issue.stream, bool(issue.uses), str(issue)
+        outer = self.stream, self._notes_uses, self._name
+        self.stream, self._notes_uses, self._name = issue.stream, bool(issue.uses), str(issue)
         for number in issue.waits:
-            self.tape.queues[self._stream].append(_Op(_nothing, self._events[number]))
+            self.tape.queues[self.stream].append(_Op(_nothing, self._events[number]))
         yield
         if issue.records:
-            self._events[issue.number] = self._stream, len(self.tape.queues[self._stream])
-        self._stream, self._notes_uses, self._name = outer
+            self._events[issue.number] = self.stream, len(self.tape.queues[self.stream])
+        self.stream, self._notes_uses, self._name = outer
+
+    def updating(self, gradients: Sequence[Cell]) -> contextlib.AbstractContextManager[None]:
+        return self.updates.on(gradients)
+
+    def end_updates(self) -> None:
+        self.updates.join()
 
     def moment(self) -> TapeMoment:
-        made = TapeMoment(self._stream, self.tape)
-        self.tape.queues[self._stream].append(_Op(made.passed))
+        made = TapeMoment(self.stream, self.tape)
+        self.tape.queues[self.stream].append(_Op(made.passed))
         return made
 
     @property
@@ -222,15 +270,15 @@ class ReplayMachine:
         given = [cell.memory for cell in read]
         if self._notes_uses:
             for memory in given:
-                memory.users.add(self._stream)
-        made = [_Memory(self._stream) for _ in range(num)]
+                memory.users.add(self.stream)
+        made = [_Memory(self.stream) for _ in range(num)]
         name, tape = self._name, self.tape
 
         def run() -> None:
             results = function([memory.read(name) for memory in given])
             tape.take(given, made, results)
 
-        tape.queues[self._stream].append(_Op(run))
+        tape.queues[self.stream].append(_Op(run))
         return [Cell(memory, tape) for memory in made]
 
     def run(self, module: fx.GraphModule, arguments: Sequence[Cell]) -> list[Cell]:
@@ -258,7 +306,21 @@ class ReplayMachine:
         return self._op(lambda given: [self.inner.add_in(dtype, *given)], [left, right], 1)[0]
 
     def add_rows(self, rows: Cell, whole: Cell, first: int, end: int) -> None:
-        raise AssertionError("gradients by rows belong to early updates, which take one stream")
+        def function(given: list[Shards]) -> list[Shards]:
+            self.inner.add_rows(given[0], given[1], first, end)
+            return []
+
+        self._op(function, [rows, whole], 0)
+
+    def descend(self, parameter: Cell, gradient: Cell, rows: slice = slice(None)) -> None:
+        """Subtract a gradient from rows of a parameter, in place."""
+
+        def function(given: list[Shards]) -> list[Shards]:
+            for weight, change in zip(*given, strict=True):
+                weight[rows] -= LEARNING_RATE * change
+            return []
+
+        self._op(function, [parameter, gradient], 0)
 
     def weighted_sum(self, terms: Sequence[tuple[float, Cell]]) -> Cell:
         weights = [weight for weight, _ in terms]
@@ -300,7 +362,8 @@ class ReplayMachine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """The results of one step in one order: shards of the loss and, by value, of gradients.
+    """The results of one step in one order: shards of the loss and, by value, of gradients and of
+    ``parameters``, which early updates change.
 
     ``peak_bytes``: the most bytes of values on one rank, without parameters, buffers and inputs.
     ``spans``: the actions with the moments of the tape at which they started and ended.
@@ -308,6 +371,7 @@ class Replayed:
 
     loss: Shards
     gradients: dict[int, Shards]
+    parameters: dict[int, Shards]
     peak_bytes: int
     spans: list[ActionSpan]
 
@@ -331,7 +395,8 @@ def replayed_step(
     mesh, num, constants = program.mesh, program.num_microbatches, dict(program.constants)
     held = functools.partial(_held, num_ranks=mesh.num_devices)
     parameters = {
-        p.value: _given(scatter(state[p.name], p.stored, mesh)) for p in program.parameters
+        p.value: _given([shard.clone() for shard in scatter(state[p.name], p.stored, mesh)])
+        for p in program.parameters
     }
     buffers = {
         b.value: held(constants[b.name] if b.name in constants else state[b.name])
@@ -345,7 +410,7 @@ def replayed_step(
         for index in range(num)
     ]
     inner.seeds.begin_step(0)
-    reader = _Reader(machine)
+    reader = _Reader(machine, parameters)
     step = executor.step(parameters, buffers, batches, reader)
     loss = machine.result(step.loss)
     for arrived in step.reductions.arrivals():
@@ -355,6 +420,7 @@ def replayed_step(
     return Replayed(
         loss=loss(),
         gradients={value: found() for value, found in reader.found.items()},
+        parameters={value: cell.memory.read("a test") for value, cell in parameters.items()},
         peak_bytes=machine.tape.peak_bytes,
         spans=executor.spans,
     )
@@ -362,11 +428,12 @@ def replayed_step(
 
 class _Reader:
     """The updater of a replay: it reads gradients where the schedule, or the end, updates, and
-    holds them, as parameters do until the next step."""
+    holds them, as parameters do until the next step. Early updates change ``parameters``."""
 
     agrees, loss_scale = False, 1.0
 
-    def __init__(self, machine: ReplayMachine) -> None:
+    def __init__(self, machine: ReplayMachine, parameters: Mapping[int, Cell]) -> None:
+        self.parameters = parameters
         self.found: dict[int, Callable[[], Shards]] = {}
         self._machine = machine
         self._held: list[Cell] = []
@@ -387,8 +454,17 @@ class _Reader:
     def total_loss(self, part: Cell | None) -> Cell:
         raise AssertionError("it agrees with nobody")
 
-    def update_early(self, arrived: Arrived[Cell], loss: Cell | None) -> None:
-        raise AssertionError("early updates take one stream")
+    def may_update(self, arrived: Arrived[Cell], loss: Cell | None) -> bool:
+        return True
+
+    def update_early(self, arrived: Arrived[Cell]) -> None:
+        for value, gradient in arrived.gradients.items():
+            self._machine.descend(self.parameters[value], gradient)
+        arrived.gradients.clear()
+        for found in arrived.rows:
+            rows = slice(found.first, found.end)
+            self._machine.descend(self.parameters[found.value], found.gradient, rows)
+        arrived.rows.clear()
 
 
 def _given(shards: Shards) -> Cell:

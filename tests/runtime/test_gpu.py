@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from autopar.rules import batch_norm
 from autopar.rules.batch_norm import _SynchronizedBatchNorm
 from autopar.rules.context import LocalContext
 from autopar.runtime.compiled import Compiled
-from autopar.runtime.machine.streams import Streams
+from autopar.runtime.machine.streams import Streams, UpdateStream
 from autopar.runtime.op_profile import PASSES, Pass
 from autopar.runtime.options import RunOptions
 from autopar.schedules import Resource
@@ -377,6 +378,47 @@ def test_a_side_stream_runs_beside_the_main_one_and_behind_its_events() -> None:
         total = y.sum()
     assert total.item() == 4.0 * (1 << 20)
     assert filled[0].item() == 9.0
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+def test_an_update_runs_beside_the_main_stream_and_behind_its_gradient() -> None:
+    device = torch.device("cuda", 0)
+    updates = UpdateStream(device)
+    weight, gradient = (torch.full((1 << 20,), number, device=device) for number in (1.0, 0.0))
+    torch.cuda.synchronize()
+    gradient.fill_(0.5)
+    with updates.on([gradient]):
+        torch.cuda._sleep(1_000_000_000)  # cycles: half a second
+        weight -= gradient
+    del gradient
+    other = torch.full_like(weight, 7.0)
+    assert not updates._end.query()
+    beside = torch.cuda.current_stream(device).record_event()
+    beside.synchronize()
+    assert not updates._end.query(), "the main stream waited for the update"
+    updates.join()
+    assert weight.sum().item() == 0.5 * (1 << 20)
+    assert other[0].item() == 7.0
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("clipping", [None, "second_pass", "last_norm"])
+def test_early_updates_equal_eager(clipping: str | None) -> None:
+    """Large linear layers, whose gradients are updated with by rows; clipping that changes none."""
+    sizes = (256, 1024, 1024, 64)
+    layers = [nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
+    model = nn.Sequential(layers[0], nn.GELU(), layers[1], nn.GELU(), layers[2]).cuda()
+    batches = [(torch.randn(32, 256).cuda(), torch.randn(32, 64).cuda()) for _ in range(4)]
+    expected = reference_steps_of(model, batches)
+    with autopar.compile(
+        model, "cuda:0", example_inputs=batches[0], loss_fn=F.mse_loss, optimizer=SGD,
+        update=autopar.Update(when="early", clipping=clipping), profile_limit_s=0,
+        max_grad_norm=None if clipping is None else 1e6,
+    ) as compiled:  # fmt: skip
+        losses = [compiled.train_step(*each).item() for each in batches]
+    assert losses == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.gpu

@@ -5,10 +5,11 @@ Steps are replayed in drawn orders (`autopar.testing.replay`); streams of a GPU 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -27,10 +28,13 @@ from autopar.lowering.types import RankProgram
 from autopar.memory.program import program_memory
 from autopar.movement.coverable import check_coverable
 from autopar.runtime.machine import moments
+from autopar.runtime.machine.streams import UpdateStream
 from autopar.runtime.step.executor import action_times
 from autopar.schedules import Action, Resource, Schedule, build, parse_schedule, verify
 from autopar.testing.lockstep import LockstepRun
+from autopar.testing.lockstep_updates import LockstepUpdates
 from autopar.testing.replay import (
+    LEARNING_RATE,
     Choose,
     Hazard,
     Replayed,
@@ -336,6 +340,115 @@ def test_what_two_streams_hold_is_counted(model: str, schedule: str, mesh: Mesh)
         for choose in (main_first, side_first, *map(drawn, range(3)))
     ]
     assert max(held) <= counted
+
+
+# --- the stream of early updates ----------------------------------------------------------------
+EARLY = [
+    ("gpt2", 1, ALONE, 4096),
+    ("gpt2", 2, TWO, 2048),
+    ("resnet", 1, TWO, 4096),
+    ("bert", 2, ALONE, None),
+    ("llama", 1, TWO, 2048),
+]
+EARLY_IDS = [f"{model}, {num} micro-batches, {mesh}" for model, num, mesh, _ in EARLY]
+Early = tuple[str, int, Mesh, int | None]
+
+
+@functools.cache
+def early_program(model: str, num_microbatches: int, mesh: Mesh, tile: int | None) -> RankProgram:
+    program = case_of(model).lowered(num_microbatches, mesh, 0)
+    return with_early_update(program, tile_bytes=tile)
+
+
+@functools.cache
+def early_in_order(early: Early) -> dict[int, list[torch.Tensor]]:
+    """The parameters behind the same updates in the order of issue, by torch's optimizer."""
+    case, program = case_of(early[0]), early_program(*early)
+    run = LockstepRun(program, case.captured.graph, state_of(case.model))
+    updaters = [
+        LockstepUpdates(rank, program, functools.partial(torch.optim.SGD, lr=LEARNING_RATE))
+        for rank in run.ranks
+    ]
+    run.steps(case.captured.signature.flatten((), case.batches[0]), updaters)
+    assert updaters[0].num_early
+    return {value: list(shards) for value, shards in run.parameters.items()}
+
+
+def is_early_wrong(early: Early, choose: Choose) -> bool:
+    """Whether a replay of early updates reads what is not there, or ends with other parameters."""
+    try:
+        got = replay(early[0], early_program(*early), choose)
+    except Hazard:
+        return True
+    expected = early_in_order(early)
+    assert got.parameters.keys() == expected.keys()
+    return not all(
+        torch.equal(mine, other)
+        for value, shards in got.parameters.items()
+        for mine, other in zip(shards, expected[value], strict=True)
+    )
+
+
+@pytest.mark.parametrize("early", EARLY, ids=EARLY_IDS)
+def test_early_updates_on_a_second_stream_give_the_same_bits_in_every_order(early: Early) -> None:
+    assert early_program(*early).early
+    for choose in (main_first, side_first, *map(drawn, range(NUM_ORDERS))):
+        assert not is_early_wrong(early, choose)
+
+
+def unordered(self: UpdateStream, gradients: Sequence[object]) -> Iterator[None]:
+    """As `UpdateStream.on`, without waiting for what the current stream was given."""
+    self.join()
+    self._held = gradients
+    with self._module.stream(self._stream):
+        yield
+        self._end = self._stream.record_event(self._end)
+
+
+def unheld(self: UpdateStream, gradients: Sequence[object]) -> Iterator[None]:
+    """As `UpdateStream.on`, without holding gradients."""
+    self.join()
+    self._held = ()
+    self._stream.wait_stream(self._module.current_stream(self._device))
+    with self._module.stream(self._stream):
+        yield
+        self._end = self._stream.record_event(self._end)
+
+
+@pytest.mark.parametrize("wrong", [unordered, unheld])
+def test_what_early_updates_wait_for_and_hold_cannot_be_left_out(
+    wrong: Callable[..., Iterator[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(UpdateStream, "on", contextlib.contextmanager(wrong))
+    assert any(is_early_wrong(EARLY[0], choose) for choose in (main_first, side_first))
+
+
+def test_the_main_stream_waits_for_an_early_update_before_its_gradients_are_released(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def join(self: UpdateStream) -> None:
+        self._held = None
+
+    monkeypatch.setattr(UpdateStream, "join", join)
+    assert any(is_early_wrong(EARLY[0], choose) for choose in (main_first, side_first))
+
+
+@pytest.mark.parametrize("early", EARLY, ids=EARLY_IDS)
+def test_what_early_updates_on_a_second_stream_hold_is_counted(early: Early) -> None:
+    """In every order, the gradients of one update beside those that are being made."""
+    program = early_program(*early)
+    gpu = Cluster.preset("h100-sxm", nodes=1, devices_per_node=1).device
+    cpu = Cluster.preset("cpu", nodes=1, devices_per_node=1).device
+    optimizer = OptimizerSpec(num_states=0, is_fused=True)
+    found = program_memory(program, gpu, optimizer=optimizer)
+    others = ("parameters", "optimizer_state", "buffers", "inputs")
+    counted = found.peak_bytes - sum(found.by_category.get(name, 0) for name in others)
+    held = [
+        replay(early[0], program, choose).peak_bytes
+        for choose in (main_first, side_first, *map(drawn, range(3)))
+    ]
+    assert max(held) <= counted
+    assert found.gradient_bytes > program_memory(program, cpu, optimizer=optimizer).gradient_bytes
 
 
 def test_early_updates_are_refused_beside_a_second_stream() -> None:

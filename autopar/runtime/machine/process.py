@@ -54,7 +54,7 @@ from autopar.runtime.machine.mover import Mover
 from autopar.runtime.machine.protocols import Phase
 from autopar.runtime.machine.randomness import Draw, Seeds, random_nodes, split_axes
 from autopar.runtime.machine.regions import RegionFunction
-from autopar.runtime.machine.streams import Streams
+from autopar.runtime.machine.streams import Streams, UpdateStream
 
 _GRAPHS = {Phase.FORWARD: "F", Phase.INPUT: "I", Phase.WEIGHT: "W"}
 
@@ -113,6 +113,7 @@ class ProcessMachine:
         self._calls: dict[fx.GraphModule, JoinedMove | None] = {}
         self._scatters: deque[Callable[[], Sequence[Tensor]]] = deque()
         self._streams: Streams | None = None
+        self._updates: UpdateStream | None = None
         self._moment = moments_of(self.device)
 
     def moment(self) -> Moment:
@@ -128,6 +129,17 @@ class ProcessMachine:
         if self._streams is None:
             self._streams = Streams(self.device)
         return self._streams.on(issue)
+
+    def updating(self, gradients: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
+        if not is_accelerator(self.device):
+            return contextlib.nullcontext()
+        if self._updates is None:
+            self._updates = UpdateStream(self.device)
+        return self._updates.on(gradients)
+
+    def end_updates(self) -> None:
+        if self._updates is not None:
+            self._updates.join()
 
     def _use(self, *tensors: Tensor) -> None:
         """Tell the streams, if there are two, what runs next."""

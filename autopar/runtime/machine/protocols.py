@@ -63,6 +63,19 @@ class Machine(Protocol[T]):
         """
         ...
 
+    def updating(self, gradients: Sequence[T]) -> AbstractContextManager[None]:
+        """Within: parameters are updated with these gradients, on a stream of their own behind all
+        that the current stream was given.
+
+        The current stream first waits for the updates before, so that it may release what they
+        used. A machine without streams updates at once.
+        """
+        ...
+
+    def end_updates(self) -> None:
+        """The current stream waits for the updates so far."""
+        ...
+
     def moment(self) -> Moment:
         """The moment at which the current stream has run all that it was given so far."""
         ...

@@ -37,9 +37,13 @@ class NormPass:
     def total_loss(self, part: Tensor | None) -> Tensor:
         raise AssertionError("its norm says whether a step is finite")
 
-    def update_early(self, arrived: Arrived[Tensor], loss: Tensor | None) -> None:
+    def may_update(self, arrived: Arrived[Tensor], loss: Tensor | None) -> bool:
         for value, gradient in _parts(arrived):
             self._add(value, gradient)
+        return False
+
+    def update_early(self, arrived: Arrived[Tensor]) -> None:
+        raise AssertionError("it updates nothing")
 
     def update(self, values: Any, gradients: Gradients[Tensor]) -> None:
         pass

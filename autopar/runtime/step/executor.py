@@ -152,10 +152,13 @@ class Executor(Generic[T]):
         )
         run.read_copied()
         play = _Play(self, run, updater)
-        play.run()
-        report(_REDUCED)
-        play.reductions.begin_rest()
-        play.update_early(is_last=True)
+        try:
+            play.run()
+            report(_REDUCED)
+            play.reductions.begin_rest()
+            play.update_early(is_last=True)
+        finally:
+            self.machine.end_updates()
         run.finish()
         device = self.route.device
         run.following.update(
@@ -370,8 +373,13 @@ class _Play(Generic[T]):
         if self.updater is None or reads is None:
             return
         arrived = self.reductions.arrived(reads, is_last=is_last)
-        if arrived:
-            self.updater.update_early(arrived, self.compute.loss)
+        if not arrived or not self.updater.may_update(arrived, self.compute.loss):
+            return
+        early = self.program.early
+        assert early is not None
+        overlaps = self.machine.updating(arrived.values) if early.overlaps else None
+        with overlaps or contextlib.nullcontext():
+            self.updater.update_early(arrived)
 
     def _send(self, action: Action, microbatch: int) -> None:
         flight, carried = self.compute.flights[microbatch], self.exchange.values(action)

@@ -82,7 +82,10 @@ class _Noting:
         self.pair = self.agreement.summed(part)
         return self.pair[0]
 
-    def update_early(self, arrived: Arrived[Tensor], loss: Tensor | None) -> None:
+    def may_update(self, arrived: Arrived[Tensor], loss: Tensor | None) -> bool:
+        raise AssertionError("a program that updates early is not recorded")
+
+    def update_early(self, arrived: Arrived[Tensor]) -> None:
         raise AssertionError("a program that updates early is not recorded")
 
     def update(self, values: Sequence[int], gradients: Gradients[Tensor]) -> None:

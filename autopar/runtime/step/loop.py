@@ -62,7 +62,10 @@ class _NoUpdate:
             self._agreement.refuse()
         return self._agreement.total_loss(part)
 
-    def update_early(self, arrived: Arrived[Tensor], loss: Tensor | None) -> None:
+    def may_update(self, arrived: Arrived[Tensor], loss: Tensor | None) -> bool:
+        raise AssertionError("a program that updates early runs whole steps only")
+
+    def update_early(self, arrived: Arrived[Tensor]) -> None:
         raise AssertionError("a program that updates early runs whole steps only")
 
     def update(self, values: Any, gradients: Gradients[Tensor]) -> None:

@@ -46,6 +46,10 @@ class Arrived(Generic[T]):
     def __bool__(self) -> bool:
         return bool(self.gradients or self.rows)
 
+    @property
+    def values(self) -> list[T]:
+        return [*self.gradients.values(), *(found.gradient for found in self.rows)]
+
 
 class Gradients(Protocol[T]):
     """Gradients of a step, perhaps still in flight."""
@@ -273,8 +277,13 @@ class Updater(Protocol[T]):
         """Sum the loss over the ranks; ``part`` is this rank's, None if it has none."""
         ...
 
-    def update_early(self, arrived: Arrived[T], loss: T | None) -> None:
-        """Update parameters within the backward pass; ``loss`` is this rank's term of it."""
+    def may_update(self, arrived: Arrived[T], loss: T | None) -> bool:
+        """Look at gradients within the backward pass, and whether they update something; ``loss``
+        is this rank's term of it."""
+        ...
+
+    def update_early(self, arrived: Arrived[T]) -> None:
+        """Update parameters within the backward pass, perhaps on another stream."""
         ...
 
     def update(self, values: Sequence[int], gradients: Gradients[T]) -> None:

@@ -170,27 +170,28 @@ class Updates:
             self.settle()
             self._apply(gradients.take(values))
 
-    def update_early(self, arrived: Arrived[Tensor], loss: Tensor | None) -> None:
+    def may_update(self, arrived: Arrived[Tensor], loss: Tensor | None) -> bool:
         if not self._has_begun:
             self._has_begun = True
             if self.agreement is not None and self.knows_loss:
                 self.total_loss(loss)
                 self._is_refused = self.agreement.verdict is Verdict.NONFINITE
         if self._is_refused or self._partial is None:
-            return
-        self._inspect_sums(arrived)
+            return False
+        if self.agreement is not None:
+            for gradient in arrived.values:
+                self.agreement.inspect_sum(gradient)
         if self.clipping is not None:
             self.clipping.add(arrived)
+        return True
+
+    def update_early(self, arrived: Arrived[Tensor]) -> None:
+        assert self._partial is not None
         self._apply_early(arrived.gradients)
         factor = self._multiplier()
         for rows in arrived.rows:
             gradient = rows.gradient if factor is None else rows.gradient.mul_(factor)
             self._partial.step_rows(self.trained[rows.value], rows.first, rows.end, gradient)
-
-    def _inspect_sums(self, arrived: Arrived[Tensor]) -> None:
-        if self.agreement is not None:
-            for gradient in (*arrived.gradients.values(), *(r.gradient for r in arrived.rows)):
-                self.agreement.inspect_sum(gradient)
 
     def _apply_early(self, gradients: dict[int, Tensor]) -> None:
         """Update these parameters alone and release their gradients, which are taken from the
