@@ -61,7 +61,7 @@ TENSOR_FORMS: Mapping[str, Parallelism] = {
     MEGATRON_SEQUENCE: Parallelism.MEGATRON_SEQUENCE,
 }
 
-MARKOV_STEPS_PER_NODE, MARKOV_LEAST_STEPS = 30, 20_000
+MARKOV_STEPS_PER_NODE, MARKOV_LEAST_STEPS, MARKOV_MOST_STEPS = 30, 20_000, 60_000
 LIMIT_S = 10.0
 """Time limit of the search for one strategy on one mesh, which has little left to choose."""
 
@@ -119,7 +119,7 @@ def price_baselines(
     """Price every known strategy on its best mesh.
 
     ``best`` is the plan's strategy: the Markov chain searches on its mesh, with ``steps_per_node``
-    proposals per node, and is omitted without it.
+    proposals per node within limits, and is omitted without it.
     """
     table = _Table()
     has_line = any(graph.pricing.mesh.num_axes == 1 for graph in priced)
@@ -272,6 +272,7 @@ def _markov_chain(best: Candidate, steps_per_node: int) -> Baseline:
     """FlexFlow's search on the plan's mesh, starting from data parallelism if that applies."""
     problem = best.priced.problem()
     num_steps = max(MARKOV_LEAST_STEPS, steps_per_node * problem.num_nodes)
+    num_steps = min(num_steps, MARKOV_MOST_STEPS)
     found = solve(
         problem, method="mcmc", max_steps=num_steps, warm_start=_data_parallel(best.priced)
     )

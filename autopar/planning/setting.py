@@ -120,14 +120,10 @@ class Setting:
             routes=self.routes,
         )  # fmt: skip
 
-    def opened(self, space: Space, *, has_plan: bool) -> Setting:
-        """The setting with another space, its ops priced for it.
-
-        With a plan to beat, the searches there share what is left of the time limit.
-        """
+    def opened(self, space: Space) -> Setting:
+        """The setting with another space, its ops priced for it, and what is left of the time."""
         compute = self.compute if self.measure is None else self.measure(space)
-        other = replace(self, space=space, compute=compute)
-        return other.with_what_is_left() if has_plan else other
+        return replace(self, space=space, compute=compute).with_what_is_left()
 
     def with_what_is_left(self, least_share: float = LEAST_OPENED_SHARE) -> Setting:
         """The setting whose time limit is what is left of this one's, and at least a share."""
