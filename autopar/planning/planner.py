@@ -241,7 +241,7 @@ def _begun(setting: Setting, asked: Space) -> Search:
     except ConstraintError:
         if setting.space == asked:
             raise
-    return Search(setting.opened(asked)).run()
+    return Search(setting.opened(asked, has_plan=False)).run()
 
 
 def _fastest_s(found: Sequence[tuple[Search, Fitted]]) -> float:
@@ -326,7 +326,7 @@ def _opened(search: Search, found: Sequence[tuple[Search, Fitted]], asked: Space
     setting.progress(f"search micro-batches{' and pipelines' * pipes}")
     try:
         several = Search(
-            setting.opened(opened), _fastest_s(found),
+            setting.opened(opened, has_plan=bool(found)), _fastest_s(found),
             search.unrestricted[1, 1],
         ).run()  # fmt: skip
     except ConstraintError:

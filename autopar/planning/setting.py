@@ -35,8 +35,9 @@ TIME_LIMIT_S, NUM_DEVICES_IN_LIMIT = 60.0, 4096
 SEARCH_SHARE, REFINE_SHARE, LEAST_LOWER_SHARE = 1 / 3, 1 / 12, 1 / 4
 """The share of the time limit for finding options, and that for better orders of the fastest
 pipelines; the rest is for lowering them, at least the last share."""
-LEAST_OPENED_SHARE = 1 / 4
-"""The least share of the time limit for a search of micro-batches and pipelines."""
+LEAST_OPENED_SHARE, LEAST_WITHOUT_PLAN = 1 / 4, 2 / 3
+"""The least share of the time limit for a search of micro-batches and pipelines, with a plan to
+beat and without one."""
 COMBINATION_SHARE = 1 / 12
 """The share of the time limit after which a combination's other schedules are not simulated."""
 
@@ -120,10 +121,14 @@ class Setting:
             routes=self.routes,
         )  # fmt: skip
 
-    def opened(self, space: Space) -> Setting:
-        """The setting with another space, its ops priced for it, and what is left of the time."""
+    def opened(self, space: Space, *, has_plan: bool) -> Setting:
+        """The setting with another space, its ops priced for it, and what is left of the time.
+
+        Without a plan to beat, its searches have a larger share of the limit at least.
+        """
         compute = self.compute if self.measure is None else self.measure(space)
-        return replace(self, space=space, compute=compute).with_what_is_left()
+        least_share = LEAST_OPENED_SHARE if has_plan else LEAST_WITHOUT_PLAN
+        return replace(self, space=space, compute=compute).with_what_is_left(least_share)
 
     def with_what_is_left(self, least_share: float = LEAST_OPENED_SHARE) -> Setting:
         """The setting whose time limit is what is left of this one's, and at least a share."""
