@@ -6,8 +6,9 @@ In: causal models of ``transformers`` of four layers, random weights, batches of
 collator of packed text gives them. autopar captures them without a mask and looks at each step's;
 where it has one program for all batches (``batch_norm="local"``) it applies the mask. Eager PyTorch
 gets the batch as it is, and once without its mask. On one CPU core; steps are interleaved: each
-round runs one step of every configuration. Prints, and writes ``benchmarks/results/attention_masks.json``: median seconds, and their ratios to
-eager PyTorch with the batch as it is. Held out: nothing was tuned on `HELD_OUT`.
+round runs one step of every configuration. Prints, and writes
+``benchmarks/results/attention_masks.json``: median seconds, and their ratios to eager PyTorch with
+the batch as it is. Held out: nothing was tuned on `HELD_OUT`.
 """
 
 from __future__ import annotations
