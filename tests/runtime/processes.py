@@ -118,11 +118,15 @@ class ProbedService(RankService):
 
     def cap_memory(self, cap_bytes: int | None) -> None:
         """From now on training steps run in a memory with a cap."""
-        self.memory = CappedMemory(cap_bytes, self.running.held_parts().values())
+        self.memory = CappedMemory(cap_bytes, self.running.tensors())
 
     def capped_peak_bytes(self) -> int:
         assert self.memory is not None
         return self.memory.peak_bytes
+
+    def state_bytes(self) -> int:
+        """Bytes of memory that the tensors of the running program take between steps."""
+        return CappedMemory(None, self.running.tensors()).held_bytes
 
     def copied_bytes(self) -> int:
         """Bytes copied to the host and back since training began."""

@@ -24,6 +24,7 @@ from autopar.base.errors import (
 )
 from autopar.comm.transports.sockets import WHOLE_BYTES
 from autopar.cost_models import Cluster
+from autopar.ir.mesh import Mesh
 from autopar.lowering.early import with_early_update
 from autopar.lowering.pipeline import with_pipeline
 from autopar.lowering.program import lower
@@ -134,6 +135,38 @@ def test_updates_that_a_schedule_places_run_at_the_end_and_equal_eager(groups: G
     assert movement.plan.transfers
     running = capped(case, groups, program, (movement,), int(NEAR * capacity))
     case.compare(process_steps(running, case.captured, case.batches), 1)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_device_may_hold_less_than_all_parameters(num_processes: int, groups: Groups) -> None:
+    """From the start on, if torch's optimizer is asked for by name; another one may read parameters
+    when it is made, and has them there until the first step."""
+    case = case_of("dlrm", num_steps=2)
+    program = case.lowered(1, Mesh(("x",), (num_processes,)), 0)
+    make = functools.partial(torch.optim.AdamW, lr=1e-3)
+    step = step_of(case, program, make)
+    movable = step.movable()
+    plan = movement_plan(movable, gaps_of(movable))
+    assert len(plan.starts_on_host) > 20  # parameters and states
+    movement = (step.execution(plan, max(worst_case_bytes(plan, movable))),)
+    sizes = {t.name: t.size_bytes for t in step.step.tensors if t.category == "parameters"}
+    away = sum(size for name, size in sizes.items() if name in plan.starts_on_host)
+    alone = runner_of(
+        groups(num_processes), case.captured, program, case.model, optimizer=make
+    )  # fmt: skip
+    expected = process_steps(alone, case.captured, case.batches)
+    for optimizer in (make, lambda parameters: make(parameters)):
+        running = runner_of(
+            groups(num_processes), case.captured, program, case.model,
+            optimizer=optimizer, movement=movement,
+        )  # fmt: skip
+        held = running.group.call("state_bytes")
+        assert all(size < sum(sizes.values()) - away / 2 for size in held) == (optimizer is make)
+        got = process_steps(running, case.captured, case.batches)
+        assert got.losses == expected.losses
+        for name, weight in expected.weights.items():
+            assert torch.equal(got.weights[name], weight), name
+        assert min(running.group.call("state_bytes")) > away / 2  # weights were read
 
 
 def test_without_movement_the_cap_is_refused(groups: Groups) -> None:

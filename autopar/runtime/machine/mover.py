@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from autopar.base.accelerators import is_accelerator, module_of
 from autopar.base.torch_private import returns_views
-from autopar.movement.execution import Movement, OpPlace, Update
+from autopar.movement.execution import PARAMETER, Movement, OpPlace, Update
 from autopar.movement.plan import START, Transfer, Way
 
 
@@ -69,6 +69,19 @@ class Mover:
             if name not in self._away:
                 self._offload(name)()
         self._issue(START)
+
+    def take(self, value: int, contents: Tensor) -> None:
+        """Put the contents of a parameter on the host, where steps start with it. The parameter is
+        like them, and has no memory."""
+        name = self.movement.parameters_on_host[value]
+        storage = self._storage(name)
+        assert storage is not None
+        assert not storage.nbytes()
+        source = _bytes_of(contents.untyped_storage())
+        assert len(source) == contents.nbytes
+        host = self._hosts[name] = self._copies.host_memory(len(source))
+        host.copy_(source)
+        self._away[name] = storage
 
     def before(self, place: OpPlace) -> None:
         """Announce an operation: what it needs is on the device when this returns."""
@@ -128,14 +141,17 @@ class Mover:
         if not is_whole:
             self.bring_back()
 
-    def bring_back(self) -> None:
-        """Bring persistent tensors back to the device; forget others, which no step reads now."""
+    def bring_back(self, *, states: bool = True) -> None:
+        """Bring parameters back to the device, and ``states`` of the optimizer; forget tensors that
+        are not persistent, which no step reads now."""
         while self._pending:
             self._pending.pop(0)[1]()
         for name in tuple(self._away):
-            if name in self.movement.stored:
+            _, number = self.movement.stored.get(name, (0, None))
+            if number == PARAMETER or (states and number is not None):
                 self._load(name)()
-        self._away.clear()
+            elif number is None:
+                del self._away[name]
         self._present.clear()
 
     # --- transfers ----------------------------------------------------------------------------

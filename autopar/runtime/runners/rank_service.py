@@ -67,7 +67,7 @@ class RankService:
         self.peak_memory = PeakMemory(self.device)
 
     def receive(self, whole: Mapping[str, Tensor]) -> None:
-        """Keep this rank's shard of some whole tensors."""
+        """Keep this rank's shard of some whole tensors, on the host until the runtime is made."""
         programs = {p.name: p for p in self.program.parameters}
         device, rank = self.program.place(self.rank)
         for name, tensor in whole.items():
@@ -75,7 +75,7 @@ class RankService:
                 if device not in programs[name].devices:
                     continue
                 tensor = local_part(tensor, programs[name].stored, self.program.mesh, rank)
-            self._state[name] = tensor.detach().to(self.device, copy=True)
+            self._state[name] = tensor.detach().to("cpu", copy=True)
 
     def start(self, options: RankOptions) -> list[str]:
         """Make the runtime; returns the graphs that cannot be compiled here, with the reasons."""

@@ -124,7 +124,7 @@ class SpmdRunner:
         self.peak_memory, self.peak_tensors = PeakMemory(device), PeakTensors(device)
         try:
             with self.watch.call(COMPILE):
-                parts = own_parts(program, alike_state(program, state, device), device)
+                parts = own_parts(program, alike_state(program, state, device))
                 self.runtime = make_runtime(program, parts, agreed(options, device), device)
         except BaseException:
             membership.leave(self.watch)
@@ -364,10 +364,8 @@ class SpmdRunner:
         self._closed = True
 
 
-def own_parts(
-    program: RankProgram, needed: Mapping[str, Tensor], device: torch.device
-) -> dict[str, Tensor]:
-    """Copies of this rank's shards of the whole state that the program needs, on its device."""
+def own_parts(program: RankProgram, needed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of this rank's shards of the whole state that the program needs, where that is."""
     device_here, rank = program.place(dist.get_rank())
     programs = {p.name: p for p in program.parameters}
     parts = {}
@@ -376,7 +374,7 @@ def own_parts(
             if device_here not in programs[name].devices:
                 continue
             tensor = local_part(tensor, programs[name].stored, program.mesh, rank)
-        parts[name] = tensor.to(device, copy=True)
+        parts[name] = tensor.to(tensor.device, copy=True)
     return parts
 
 

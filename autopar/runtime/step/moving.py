@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,24 @@ from autopar.movement.execution import PARAMETER, Movement
 from autopar.runtime.machine.mover import Mover
 from autopar.runtime.machine.process import ProcessMachine
 from autopar.runtime.state.optimizers import is_elementwise, is_like_parameter
+
+
+def on_host_at_first(movement: Movement | None, optimizer: Any) -> Collection[int]:
+    """The parameters that are put on the host before the first step, as the device may not hold
+    all at once: those with which steps start there. None for an ``optimizer`` that may read them
+    when it is made, which is any but torch's, by name."""
+    while isinstance(optimizer, functools.partial):
+        optimizer = optimizer.func
+    if movement is None or getattr(torch.optim, getattr(optimizer, "__name__", ""), 0) != optimizer:
+        return ()
+    return movement.parameters_on_host.keys()
+
+
+def without_memory(like: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device like another, whose storage holds no memory."""
+    made = torch.empty_like(like, device=device)
+    made.untyped_storage().resize_(0)
+    return made
 
 
 def mover_of(

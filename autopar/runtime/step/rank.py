@@ -43,7 +43,7 @@ from autopar.runtime.step.diagnosis import Probe, RefusedStep, StepRefused, refu
 from autopar.runtime.step.executor import ActionSpan, Executor, StepResult
 from autopar.runtime.step.graphs import Batches, StepGraphs
 from autopar.runtime.step.loss_scale import LossScale
-from autopar.runtime.step.moving import mover_of, moving
+from autopar.runtime.step.moving import mover_of, moving, on_host_at_first, without_memory
 from autopar.runtime.step.rank_options import RankOptions
 from autopar.runtime.step.recovery import Recovery
 from autopar.runtime.step.reductions import Updater
@@ -57,9 +57,9 @@ _DIAGNOSIS = encoded("the search for the first value that is not finite")
 class RankRuntime:
     """Runs one rank of a program. Making it, and every method, is collective.
 
-    ``state`` has, by name, this rank's shard of each parameter (contiguous, on ``device``, owned by
-    the runtime from now on) and each buffer whole. ``not_compiled`` has the graphs that should be
-    compiled and cannot be here, with the reasons.
+    ``state`` has, by name, this rank's shard of each parameter (contiguous, on ``device`` or on the
+    host, owned by the runtime from now on) and each buffer whole. ``not_compiled`` has the graphs
+    that should be compiled and cannot be here, with the reasons.
     """
 
     def __init__(
@@ -91,12 +91,19 @@ class RankRuntime:
         self.dtensors = DTensorConverter(self.communicator)
         here = self.communicator.pipeline_device
         self._programs = {p.name: p for p in program.parameters if here in p.devices}
+        movement = options.movement[here] if options.movement else None
+        away = on_host_at_first(movement, options.optimizer)
         self._parameters = {
-            name: nn.Parameter(state[name], requires_grad=p.trainable)
+            name: nn.Parameter(
+                without_memory(state[name], device) if p.value in away else state[name].to(device),
+                requires_grad=p.trainable,
+            )
             for name, p in self._programs.items()
         }
         constants = dict(program.constants)
-        self._buffers = {b.name: state[b.name] for b in program.buffers if b.name not in constants}
+        self._buffers = {
+            b.name: state[b.name].to(device) for b in program.buffers if b.name not in constants
+        }
         # A buffer that training changes is up to date only on the device that changes it.
         self._owned = {b.name for b in program.buffers if b.following is None or b.device == here}
         self._training = self._bound(program, self._new_agreement(program))
@@ -108,8 +115,11 @@ class RankRuntime:
         if options.optimizer is not None:
             self._make_optimizer(options.optimizer, options.lr_scheduler)
         self.num_skipped_steps = 0
-        movement = options.movement[here] if options.movement else None
         self.mover = mover_of(movement, device, self._training.parameters, self.optimizer)
+        if self.mover is not None:
+            for name, p in self._programs.items():
+                if p.value in away:
+                    self.mover.take(p.value, state[name])
         self.updates = self._make_updates()
         recorder = recorder_of(device) if options.cuda_graphs else None
         is_alone = self.communicator.world.num_devices == 1
@@ -162,11 +172,12 @@ class RankRuntime:
             return Agreement(program, self.communicator)
         return None
 
-    def _settle(self) -> None:
-        """Wait for pending updates, and have all state on the device."""
+    def _settle(self, *, states: bool = False) -> None:
+        """Wait for pending updates, and have the parameters on the device, with the optimizer's
+        ``states`` if they are asked for."""
         self.updates.settle()
         if self.mover is not None:
-            self.mover.bring_back()
+            self.mover.bring_back(states=states)
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -429,7 +440,7 @@ class RankRuntime:
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of the last step as DTensors; those that have one."""
-        self._settle()
+        self.updates.settle()
         return {
             p.name: self.dtensors.out(grad, p.stored, p.shape)
             for p in self._trainable()
@@ -552,7 +563,7 @@ class RankRuntime:
     def optimizer_state(self) -> OptimizerState:
         """The state of the optimizer, after all pending updates."""
         self._check_optimizer()
-        self._settle()
+        self._settle(states=True)
         return OptimizerState(
             self.program, self.optimizer, self._parameters, self._programs, self.dtensors
         )
