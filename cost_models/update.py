@@ -59,6 +59,7 @@ class OptimizerSpec:
     update also holds temporaries: ``temporaries_of_all`` times the size of all parameters updated
     at once, ``temporaries_of_one`` times that of the current one, and ``temporaries_before`` times
     that of the previous one. ``is_joint``: it always updates all parameters of a device at once.
+    ``is_clipped``: gradients are scaled before, one after the other, in new memory.
     ``scope``: a parameter is stored whole unless it is ``ELEMENT``, and all on each device if it is
     ``MODEL``. ``products``: those of each update of a matrix.
     """
@@ -69,6 +70,7 @@ class OptimizerSpec:
     temporaries_of_one: float = 0.0
     temporaries_before: float = 0.0
     is_joint: bool = False
+    is_clipped: bool = False
     scope: UpdateScope = UpdateScope.ELEMENT
     products: tuple[UpdateProduct, ...] = ()
 
@@ -83,7 +85,8 @@ class OptimizerSpec:
         return 3 + (2 if self.is_fused else 8) * self.num_states
 
     def workspace_bytes(self, sizes_bytes: Sequence[int]) -> int:
-        """Bytes of temporaries while parameters of these sizes are updated in this order."""
+        """Bytes of temporaries while parameters of these sizes are updated in this order, or while
+        their gradients are clipped before."""
         of_one = max(
             (
                 self.temporaries_of_one * size + self.temporaries_before * before
@@ -91,7 +94,8 @@ class OptimizerSpec:
             ),
             default=0.0,
         )
-        return round(self.temporaries_of_all * sum(sizes_bytes) + of_one)
+        clipped = max(sizes_bytes, default=0) if self.is_clipped else 0
+        return max(clipped, round(self.temporaries_of_all * sum(sizes_bytes) + of_one))
 
 
 FUSED_ADAMW = OptimizerSpec(num_states=2, is_fused=True)

@@ -322,6 +322,26 @@ def test_what_travels_has_the_low_precision(compiled_for: Any) -> None:
     assert mixed["reduce_scatter"] == single["reduce_scatter"] == 2 * low["reduce_scatter"]
 
 
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}, {"nonfinite": "ignore"}], ids=str)
+@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
+def test_gradients_that_outweigh_all_else_are_counted(
+    precision: str | None, options: dict[str, Any]
+) -> None:
+    """Those of a low precision are released as they are cast, one block after another."""
+    if precision == "fp16" and "nonfinite" in options:
+        pytest.skip("overflows cannot be ignored")
+    layers = [nn.Linear(512, 512) for _ in range(6)]
+    given = torch.randn(2, 512), torch.randn(2, 512)
+    with autopar.compile(
+        nn.Sequential(*layers), 1, example_inputs=given, loss_fn=F.mse_loss, optimizer=SGD,
+        precision=precision, profile_limit_s=0, **options,
+    ) as compiled:  # fmt: skip
+        compiled.train_step(*given)
+        (held,) = compiled.peak_tensor_bytes(*given)
+        counted = sum(compiled.plan.prediction.memory_bytes.values())
+    assert counted == pytest.approx(held, rel=0.01)
+
+
 def test_the_low_precision_is_priced_and_counted() -> None:
     """On GPUs its products are faster; optimizer and parameters take what they took."""
     cluster = autopar.Cluster.preset("h100-sxm", nodes=1, devices_per_node=2)

@@ -330,7 +330,7 @@ def optimizer_spec(
     complete before any is used. Raises OptimizerError for one that cannot train any model.
     """
     if make is None:
-        return replace(adamw(device), is_joint=is_clipped)
+        return replace(adamw(device), is_joint=is_clipped, is_clipped=is_clipped)
     scope = UpdateScope.ELEMENT
     parameters = [nn.Parameter(torch.zeros(_PROBE, device="cpu")) for _ in range(3)]
     try:
@@ -356,7 +356,7 @@ def optimizer_spec(
             "parameters of shape %s: %s: %s", _PROBE, type(error).__name__, error,
         )  # fmt: skip
         is_joint = is_clipped or scope is not UpdateScope.ELEMENT
-        return replace(adamw(device), is_joint=is_joint, scope=scope)
+        return replace(adamw(device), is_joint=is_joint, is_clipped=is_clipped, scope=scope)
     num_states = sum(is_like_parameter(value, parameters[0]) for value in state.values())
     of_all = round(held[2] - held[1], 1)
     return OptimizerSpec(
@@ -366,6 +366,7 @@ def optimizer_spec(
         temporaries_of_one=round(held[0] - of_all, 1),
         temporaries_before=round(held[1] - held[0] - of_all, 1),
         is_joint=is_clipped or scope is not UpdateScope.ELEMENT,
+        is_clipped=is_clipped,
         scope=scope,
         products=products,
     )

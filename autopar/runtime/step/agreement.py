@@ -75,8 +75,10 @@ class Agreement:
         others = [axis for axis in range(mesh.num_axes) if mesh.axis_names[axis] not in summed]
         self._counts = mesh.index(communicator.rank, others) == 0
         self._norms: dict[torch.dtype, list[Tensor]] = {}
-        # An early update frees gradients; otherwise a rank that is alone looks at all at once.
-        self._at_once = self._is_alone and program.early is None
+        # A rank that is alone looks at all gradients at once, unless early updates or casts to
+        # another dtype free them.
+        is_kept = program.early is None and all(p.kernel is None for p in program.parameters)
+        self._at_once = self._is_alone and is_kept
         self._waiting: dict[tuple[torch.dtype, torch.dtype], list[Tensor]] = {}
 
     def begin_step(self) -> None:

@@ -297,6 +297,7 @@ class Updates:
         """Wait for all gradients, and update with them unless one is not finite."""
         for arrived in gradients.arrivals():
             self._keep(arrived)
+            arrived.clear()  # parameters alone hold them, so that clipping replaces one by one
         self.measure()
         if not self._is_finite(loss):
             return False
