@@ -83,6 +83,10 @@ class EarlyUpdates:
         """`clipped_bytes` of these parameters."""
         return clipped_bytes(self.program.early, (self._sizes[v] for v in values))
 
+    def _copied_bytes(self, values: Iterable[int]) -> int:
+        """Bytes of copies of these gradients, clipped together while all of them are held."""
+        return sum(self.clipped_bytes([value]) for value in values)
+
     def is_last(self, value: int, rows: tuple[int, int]) -> bool:
         """Whether these are the last rows of a gradient."""
         return rows[1] == self._num_rows(value)
@@ -103,7 +107,7 @@ class EarlyUpdates:
         sizes = [self._sizes[v].stored for v in free]
         if self._overlaps:
             if free or rows:
-                self._update_beside(sizes, self.clipped_bytes(free), rows)
+                self._update_beside(sizes, self._copied_bytes(free), rows)
             if is_last:
                 self._end_update()
             return

@@ -314,20 +314,22 @@ class _Play:
     def _fetch(
         self, position: int, following: int | None, read: Mapping[int, Sequence[int]], phase: str
     ) -> None:
-        """Gather a block's parameters, and those of the next one, which overlaps with this one."""
+        """Gather a block's parameters, and then those of the next one, which overlaps with this
+        one."""
         self._gather(position, read[position], phase)
-        if following is not None:
-            self._gather(following, read[following], phase)
         if position in self.joined:
             name = self.program.blocks[position].name
             self.tally.check(f"{phase} {name}", self.joined.pop(position))
+        if following is not None:
+            self._gather(following, read[following], phase)
 
     def _gather(self, position: int, values: Sequence[int], phase: str) -> None:
         """Gather parameters; one that is only a view takes no memory of its own.
 
-        Small ones travel joined, and are copied out when the block begins.
+        Small ones travel joined: their shards are copied into what is sent, and they are copied out
+        when the block begins.
         """
-        joined, cast_bytes = [], 0
+        joined, sent_bytes, cast_bytes = [], 0, 0
         for value in values:
             key, kernel = (PARAMETER, value), self.parameter_of[value].kernel
             if kernel is None or key in self.sizes or not self.kernels[kernel].workspace["F"]:
@@ -343,10 +345,12 @@ class _Play:
             cast_bytes += size.sent if size.is_cast else 0
             if not travels_alone(size.sent, is_sum=False):
                 joined.append(size.used)
-        if cast_bytes:  # of what is sent
-            self.tally.check(f"{phase} {self.program.blocks[position].name}", cast_bytes)
+                sent_bytes += size.sent
         if len(joined) > 1:
             self.joined[position] = sum(joined)
+            cast_bytes += sent_bytes
+        if cast_bytes:  # of what is sent
+            self.tally.check(f"{phase} {self.program.blocks[position].name}", cast_bytes)
 
     # --- backward --------------------------------------------------------------------------
     def _backward(self, stage: int, microbatch: int, kind: Kind) -> None:

@@ -167,10 +167,13 @@ def parse_bytes(size: int | str) -> int:
 
 def _check_parallelism(name: str, known: Sequence[Parallelism] = tuple(Parallelism)) -> None:
     if name not in known:
-        raise ConstraintError(
-            f"unknown strategy {name!r}; known are: {', '.join(known)}"
-            + did_you_mean(str(name), known)
-        )
+        hint = did_you_mean(str(name), known)
+        if str(name).lower() in ("zero1", "zero2", "zero-1", "zero-2"):
+            hint = (
+                "; states and gradients are sharded, and parameters gathered once a step, by "
+                "Force('zero3') with reshard_after_forward=False"
+            )
+        raise ConstraintError(f"unknown strategy {name!r}; known are: {', '.join(known)}{hint}")
 
 
 def _check_axis(constraint: Force | Forbid) -> None:

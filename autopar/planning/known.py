@@ -341,12 +341,14 @@ def _check_batch(priced: PricedGraph, where: str, axis: int, size: int) -> None:
     shaped = [graph.values[i] for i in graph.inputs if graph.values[i].shape]
     if not shaped:
         raise ConstraintError(f"{where}: the model has no input whose batch can be split")
-    batch = shaped[0].shape[0]
-    near = dict.fromkeys((batch // size * size or size, (batch // size + 1) * size))
+    batch, num = shaped[0].shape[0], priced.pricing.num_microbatches
+    rows, unit = batch // num, size * num
+    near = dict.fromkeys((batch // unit * unit or unit, (batch // unit + 1) * unit))
+    each = f"each of {num} micro-batches has {rows} rows, which" if num > 1 else str(batch)
     raise ConstraintError(
         f"{where}: the batch cannot be split in {size}: input {shaped[0].name!r} has shape "
-        f"{shaped[0].shape}, and {batch} is too far from a multiple of {size}. Use a batch of "
-        f"{' or '.join(map(str, near))}"
+        f"{shaped[0].shape}, and {each} is too far from a multiple of {size}. Use a batch of "
+        f"{' or '.join(map(str, near))}{' or fewer micro-batches' * (num > 1)}"
     )
 
 

@@ -115,20 +115,21 @@ def input_text(name: str) -> str:
 def _schedule(plan: PlanFields) -> Rows:
     schedule = plan.schedule
     text = schedule.name
+    streams = streams_text(plan)
+    streams_row = [("streams", streams)] if streams else []
     if schedule.num_microbatches > 1:
         text += f", {schedule.num_microbatches} micro-batches"
     if not plan.is_pipeline:
-        return [("schedule", text)]
+        return [("schedule", text), *streams_row]
     found = schedule.pipeline()
     if found is not None and found[1].shape.recomputed:
         recomputed = found[1].shape.recomputed
         every = len(recomputed) == schedule.num_stages
         text += ", all stages" if every else f", stages {', '.join(map(str, recomputed))}"
         text += " recomputed"
-    streams = streams_text(plan)
     return [
         ("schedule", f"{text}, {_devices(schedule)}"),
-        *([("streams", streams)] if streams else []),
+        *streams_row,
         ("stages begin at", ", ".join(schedule.first_blocks)),
         *([] if schedule.gap is None else [("order of actions", order_text(schedule.gap))]),
     ]

@@ -130,7 +130,8 @@ def _why_not_early(
     if precision is not None and precision.is_scaled:
         return (
             "precision='fp16': whether the scaled gradients overflow is known after the last of "
-            "them, when other weights would have changed. Use precision='bf16'"
+            "them, when other weights would have changed. Use precision='bf16', or with "
+            "max_grad_norm update=autopar.Update(clipping='second_pass'), which looks first"
         )
     if options.nonfinite == NonFinite.SKIP:
         return (

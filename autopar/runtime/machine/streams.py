@@ -74,13 +74,13 @@ class UpdateStream:
     def on(self, gradients: Sequence[Any]) -> Iterator[None]:
         """Within, this stream is the current one, behind the one that was."""
         self.join()
-        self._held = gradients
         self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):
             try:
                 yield
             finally:
                 self._end = self._stream.record_event(self._end)
+                self._held = gradients
 
     def join(self) -> None:
         """Let the current stream wait for the last update, and release its gradients."""
