@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from autopar.comm.coalesced import travels_alone
 from autopar.cost_models.allocator import Category, allocator_of
 from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.update import OptimizerSpec
@@ -100,6 +101,8 @@ class _Walk(Drafts):
         self.bytes = {
             p.value: ParameterBytes.of(p, program, self.allocator) for p in program.parameters
         }
+        self.joined: dict[int, int] = {}
+        """By block, the bytes that are copied out of its gathered parameters."""
         self.states: dict[int, list[int]] = {}
         self.sent = {v for boundary in program.pipeline.boundaries for v in boundary.values}
         self.updated: set[int] = set()
@@ -237,8 +240,15 @@ class _Walk(Drafts):
     def _fetch(
         self, position: int, following: int | None, read: Mapping[int, Sequence[int]], phase: str
     ) -> None:
-        """Have the parameters that a block reads, and begin to gather those of the next one."""
+        """Have the parameters that a block reads, and begin to gather those of the next one.
+
+        Those that travelled joined are copied out in between.
+        """
         self._gather(position, read[position], phase)
+        if position in self.joined:
+            name = self.program.blocks[position].name
+            workspace = self.joined.pop(position)
+            self._op(f"copy out {name}", [], [], workspace, counted_at=f"{phase} {name}")
         if following is not None:
             self._gather(following, read[following], phase)
 
@@ -247,6 +257,7 @@ class _Walk(Drafts):
         they are read until the block runs."""
         block, due = self.program.blocks[position], list[int]()
         made, read, workspace = list[int](), list[int](), 0
+        joined: list[ParameterBytes] = []
         for value in dict.fromkeys(values):
             number = self.parameters[value].kernel
             if value in self.fetched:
@@ -265,10 +276,21 @@ class _Walk(Drafts):
             workspace = max(workspace, self.memory[number].workspace["F"] - created)
             made += new
             read += reads if new else []
+            if new and self._travels_joined(value):
+                joined.append(self.bytes[value])
+        if len(joined) > 1:
+            self.joined[position] = sum(size.used for size in joined)
+            workspace = max(workspace, sum(size.sent for size in joined))
         if made or workspace:
             self.coming.setdefault(position, []).extend(read)
             place = Gather(position, tuple(due))
             self._op(f"gather {block.name}", read, made, workspace, place, f"{phase} {block.name}")
+
+    def _travels_joined(self, value: int) -> bool:
+        """Whether a parameter is gathered together with others of its block."""
+        size = self.bytes[value]
+        is_gathered = "F" not in size.alone and not size.is_whole
+        return is_gathered and not travels_alone(size.sent, is_sum=False)
 
     def _release(self, read: Sequence[int], for_now: Collection[int]) -> None:
         """Drop the parameters that a block has read for the last time in the step or, if they are

@@ -366,12 +366,13 @@ def test_what_is_repeated_in_a_step_moves_too(form: str, groups: Groups) -> None
     assert any(p.scattered for p in program.parameters) == ("scattered" in form or form == "all")
     assert needed_bytes(compiled) <= budget.size_bytes
     assert "computation waits" in str(compiled.report())
-    # Scattered ones are received over sockets in a chunk of up to 64 KiB, which is not counted.
-    buffers = 1 << 16 if any(p.scattered for p in program.parameters) else 0
+    # What is scattered is received over sockets in a chunk of up to 64 KiB, which is not counted.
+    buffers = 1 << 16 if any(p.scattered or p.released for p in program.parameters) else 0
     groups(num_devices).call("cap_memory", int(NEAR * budget.size_bytes) + buffers)
     got = losses(compiled)
     copied = min(groups(num_devices).call("copied_bytes"))
-    assert copied == pytest.approx(len(got) * chosen.offload.moved_bytes, rel=0.1)
+    # The first step has no optimizer states to move yet.
+    assert len(got) - 1 < copied / chosen.offload.moved_bytes < len(got) + 0.05
     expected, weights = eager_training(options.get("max_grad_norm"))
     assert got == pytest.approx(expected, abs=2e-6)
     state = compiled.full_state_dict()
@@ -574,7 +575,12 @@ def test_gpus_offload_by_default_where_nothing_else_fits() -> None:
     )
     roomy = plan(gpu)
     assert roomy.offload is None
-    needed = sum(plan(gpu, recompute="full", update="early").prediction.memory_bytes.values())
+    least = {"recompute": "full", "offload": False}
+    needed = min(
+        sum(plan(cluster, update=when, **least).prediction.memory_bytes.values())
+        for cluster in (gpu, cpu)
+        for when in ("early", "at_end")
+    )
     budget = autopar.MemoryBudget(int(0.9 * needed))
     tight = plan(gpu, constraints=budget)
     assert tight.offload is not None
