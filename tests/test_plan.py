@@ -387,6 +387,23 @@ def test_the_strategy_that_was_meant_is_named():
         Force("ZeRO3")
 
 
+@pytest.mark.parametrize("name", ["zero1", "ZeRO-2"])
+def test_strategies_of_another_name_are_explained(name):
+    with pytest.raises(ConstraintError, match=r"Force\('zero3'\) with reshard_after_forward=False"):
+        Force(name)
+
+
+def test_a_batch_whose_micro_batches_cannot_be_split_says_their_rows():
+    model, given = nn.Linear(4, 4), (torch.randn(8, 4), torch.randn(8, 4))
+    cluster = Cluster.preset("h100-sxm", nodes=1, devices_per_node=8)
+    reason = "each of 4 micro-batches has 2 rows, .* a multiple of 8. Use a batch of 32 or fewer"
+    with pytest.raises(ConstraintError, match=reason):
+        autopar.plan(
+            model, cluster, given, loss_fn=nn.functional.mse_loss,
+            constraints=Force("data_parallel"), num_microbatches=4,
+        )  # fmt: skip
+
+
 def test_a_known_strategy_that_cannot_be_forbidden_is_refused():
     with pytest.raises(ConstraintError, match="known are: data_parallel, zero3, tensor_parallel"):
         Forbid("megatron")

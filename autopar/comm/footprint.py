@@ -29,7 +29,10 @@ def workspace_bytes(
         return 0
     rearranged_bytes = 0 if _is_outermost(digits[-2:]) else sent_bytes
     if op is REDUCE_SCATTER:
-        return rearranged_bytes + (sent_bytes if traits.receives_whole else 0)
+        received_bytes = (
+            sent_bytes if traits.receives_whole else min(made_bytes, traits.chunk_bytes)
+        )
+        return rearranged_bytes + received_bytes
     return rearranged_bytes + (0 if _is_outermost(digits[:2]) else made_bytes)
 
 
@@ -55,6 +58,11 @@ class Scatter:
     def in_flight_bytes(self) -> int:
         """Operands and receive buffers, until it is waited for."""
         return self.sent_bytes + self.received_bytes
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes into which it receives before it adds, while it runs."""
+        return min(self.shard_bytes, self.traits.chunk_bytes)
 
     @property
     def deferred_bytes(self) -> int:

@@ -10,13 +10,13 @@ results only after the last write, so a group may take the place of its last cal
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor, fx
 
-from autopar.base.torch_private import pytree, written_arguments
+from autopar.base.torch_private import FakeTensor, pytree, written_arguments
 
 Group = tuple[fx.Node, ...]
 """Calls in the order of the graph."""
@@ -57,16 +57,42 @@ def nodes_before(results: Any) -> set[fx.Node]:
     return found
 
 
-def call_groups(graph: fx.Graph, kind_of: Callable[[fx.Node], Any]) -> list[Group] | None:
-    """The groups of a graph; None if an input, a parameter or a constant is written to.
+def kind_of(group: Group) -> Any:
+    """Equal for two groups with the same decomposition, whose calls return the same operands."""
+    places = {call: place for place, call in enumerate(group)}
+    return tuple(
+        (call.target, _key(call.args, places), _key(call.kwargs, places)) for call in group
+    )
 
-    Calls of one kind (``kind_of``) return the storages of the same operands.
-    """
+
+def _key(argument: Any, places: Mapping[fx.Node, int]) -> Any:
+    if argument in places:
+        return places[argument]
+    if isinstance(argument, fx.Node):
+        value = argument.meta.get("val")
+        if not _is_strided(value):
+            return type(value), repr(value)
+        needs_grad = argument.op == "placeholder" and value.requires_grad
+        return (*layout_of(value), value.device, needs_grad)
+    if isinstance(argument, list | tuple):
+        return tuple(_key(part, places) for part in argument)
+    if isinstance(argument, dict):
+        return tuple((name, _key(value, places)) for name, value in argument.items())
+    return type(argument), repr(argument)
+
+
+def layout_of(value: Tensor) -> tuple[Any, ...]:
+    """The dtype, shape, strides and offset of a tensor."""
+    return value.dtype, tuple(value.shape), value.stride(), value.storage_offset()
+
+
+def call_groups(graph: fx.Graph) -> list[Group] | None:
+    """The groups of a graph; None if an input, a parameter or a constant is written to."""
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     joined: list[set[fx.Node]] = []
     places = {node: place for place, node in enumerate(nodes)}
     if any(map(_written, nodes)):
-        returned, used = _storages(graph, kind_of)
+        returned, used = _storages(graph)
         last_writes: dict[fx.Node, fx.Node] = {}
         for node in nodes:
             for written in _written(node):
@@ -92,12 +118,12 @@ def _written(node: fx.Node) -> list[fx.Node]:
 
 
 def _storages(
-    graph: fx.Graph, kind_of: Callable[[fx.Node], Any]
+    graph: fx.Graph,
 ) -> tuple[dict[fx.Node, set[fx.Node]], dict[fx.Node, set[fx.Node]]]:
     """For each node the makers of the storages that it returns, and of all that it uses at all."""
     returned: dict[fx.Node, set[fx.Node]] = {}
     used: dict[fx.Node, set[fx.Node]] = {}
-    shared: dict[Any, list[bool]] = {}
+    known = ReturnedOperands()
     for node in graph.nodes:
         returned[node] = {node}
         sources = operands([node])
@@ -105,31 +131,58 @@ def _storages(
         if node.target is operator.getitem:
             returned[node] = returned[sources[0]]
         elif node.op == "call_function":
-            kind = kind_of(node)
-            if kind not in shared:
-                shared[kind] = _shares(node)
             returned[node].update(
-                *(returned[source] for source, is_shared in zip(sources, shared[kind]) if is_shared)
+                *(returned[source] for source, found in zip(sources, known.of(node)) if found)
             )
     return returned, used
 
 
-def _shares(call: fx.Node) -> list[bool]:
-    """For each operand of a call, whether a result has its storage."""
-    values = [operand.meta["val"] for operand in operands([call])]
-    if not values:
-        return []
+Returned = Literal["itself", "a view"] | None
+
+
+class ReturnedOperands:
+    """What calls return of their operands. Calls of one kind are run once, without data, on tensors
+    like the operands that share no memory."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, list[Returned]] = {}
+
+    def of(self, call: fx.Node) -> list[Returned]:
+        """For each of `operands`, whether the result is it, or has a view of it."""
+        kind = kind_of((call,))
+        if kind not in self._known:
+            self._known[kind] = _returned(call)
+        return self._known[kind]
+
+
+def _returned(call: fx.Node) -> list[Returned]:
+    values = [operand.meta.get("val") for operand in operands([call])]
+    modes = [value.fake_mode for value in values if isinstance(value, FakeTensor)]
+    if not modes:
+        return [None for _ in values]
     target: Any = call.target
-    with values[0].fake_mode, torch.no_grad():
+    with modes[0], torch.no_grad():
         given = [
             torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            if _is_strided(value)
+            else value
             for value in values
         ]
         rest = iter(given)
         args, kwargs = fx.map_arg((call.args, call.kwargs), lambda _: next(rest))
-        results = pytree.tree_leaves(target(*args, **kwargs))
-    made = {_storage(result) for result in results if isinstance(result, Tensor)}
-    return [_storage(tensor) in made for tensor in given]
+        result = target(*args, **kwargs)
+    made = {_storage(part) for part in pytree.tree_leaves(result) if _is_strided(part)}
+
+    def returned(operand: Any) -> Returned:
+        if not _is_strided(operand) or _storage(operand) not in made:
+            return None
+        return "itself" if result is operand else "a view"
+
+    return [returned(operand) for operand in given]
+
+
+def _is_strided(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.layout == torch.strided
 
 
 def _storage(tensor: Tensor) -> int:

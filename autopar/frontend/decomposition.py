@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,7 +28,15 @@ from autopar.base.torch_private import (
     pytree,
 )
 from autopar.base.torch_registrations import decomposed_trace, without_repeated_registrations
-from autopar.frontend.call_groups import Group, call_groups, is_call, nodes_before, operands
+from autopar.frontend.call_groups import (
+    Group,
+    call_groups,
+    is_call,
+    kind_of,
+    layout_of,
+    nodes_before,
+    operands,
+)
 
 
 class Decomposed(NamedTuple):
@@ -80,10 +88,10 @@ def _by_kinds(graph: fx.Graph) -> fx.Graph | None:
     """The decomposed graph; None where calls may not be decomposed group by group."""
     if not all(map(_is_plain, graph.nodes)):
         return None
-    groups = call_groups(graph, lambda call: _kind((call,)))
+    groups = call_groups(graph)
     if groups is None:
         return None
-    kinds = {group: _kind(group) for group in groups}
+    kinds = {group: kind_of(group) for group in groups}
     firsts = {kind: group for group, kind in reversed(kinds.items())}
     bodies = _bodies(list(firsts.values()))
     if bodies is None:
@@ -136,32 +144,6 @@ def _is_plain_value(value: Any) -> bool:
     if type(value) is not FakeTensor or value.layout != torch.strided:
         return False
     return all(type(n) is int for n in value.shape) and not (value.is_conj() or value.is_neg())
-
-
-def _kind(group: Group) -> Any:
-    """Equal for two groups with the same decomposition."""
-    places = {call: place for place, call in enumerate(group)}
-    return tuple(
-        (call.target, _key(call.args, places), _key(call.kwargs, places)) for call in group
-    )
-
-
-def _key(argument: Any, places: Mapping[fx.Node, int]) -> Any:
-    if argument in places:
-        return places[argument]
-    if isinstance(argument, fx.Node):
-        value = argument.meta["val"]
-        needs_grad = argument.op == "placeholder" and value.requires_grad
-        return (*_layout(value), value.device, needs_grad)
-    if isinstance(argument, list | tuple):
-        return tuple(_key(part, places) for part in argument)
-    if isinstance(argument, dict):
-        return tuple((name, _key(value, places)) for name, value in argument.items())
-    return type(argument), repr(argument)
-
-
-def _layout(value: Tensor) -> tuple[Any, ...]:
-    return value.dtype, tuple(value.shape), value.stride(), value.storage_offset()
 
 
 def _bodies(groups: Sequence[Group]) -> list[_Body] | None:
@@ -229,6 +211,6 @@ def _alike(one: Any, other: Any) -> bool:
     """Whether two results are laid out alike, tensor by tensor."""
     pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
     return all(
-        not isinstance(a, Tensor) or (isinstance(b, Tensor) and _layout(a) == _layout(b))
+        not isinstance(a, Tensor) or (isinstance(b, Tensor) and layout_of(a) == layout_of(b))
         for a, b in pairs
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from autopar.comm.coalesced import travels_alone
 from autopar.comm.ops import ALL_GATHER
 from autopar.cost_models.allocator import Allocator
 from autopar.ir.placement import Placements, local_shape
@@ -40,6 +41,12 @@ class ParameterBytes:
     is_cast: bool
     is_moved: bool
     alone: frozenset[str]
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether it is gathered together with other parameters of a block, if there are any."""
+        is_gathered = "F" not in self.alone and not self.is_whole
+        return is_gathered and not travels_alone(self.sent, is_sum=False)
 
     @staticmethod
     def of(

@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.comm.coalesced import travels_alone
 from autopar.comm.transports.registry import traits_of
 from autopar.cost_models.allocator import Category, allocator_of, device_bytes
 from autopar.cost_models.hardware import DeviceSpec
@@ -329,7 +328,7 @@ class _Play:
         Small ones travel joined: their shards are copied into what is sent, and they are copied out
         when the block begins.
         """
-        joined, sent_bytes, cast_bytes = [], 0, 0
+        joined, cast_bytes = list[ParameterBytes](), 0
         for value in values:
             key, kernel = (PARAMETER, value), self.parameter_of[value].kernel
             if kernel is None or key in self.sizes or not self.kernels[kernel].workspace["F"]:
@@ -343,14 +342,14 @@ class _Play:
             if size.is_whole:
                 continue
             cast_bytes += size.sent if size.is_cast else 0
-            if not travels_alone(size.sent, is_sum=False):
-                joined.append(size.used)
-                sent_bytes += size.sent
+            if size.is_joined:
+                joined.append(size)
+        sent_bytes = cast_bytes
         if len(joined) > 1:
-            self.joined[position] = sum(joined)
-            cast_bytes += sent_bytes
-        if cast_bytes:  # of what is sent
-            self.tally.check(f"{phase} {self.program.blocks[position].name}", cast_bytes)
+            self.joined[position] = sum(size.used for size in joined)
+            sent_bytes += sum(size.sent for size in joined)
+        if sent_bytes:
+            self.tally.check(f"{phase} {self.program.blocks[position].name}", sent_bytes)
 
     # --- backward --------------------------------------------------------------------------
     def _backward(self, stage: int, microbatch: int, kind: Kind) -> None:

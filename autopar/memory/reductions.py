@@ -89,7 +89,7 @@ class ReductionMemory:
         self._tally.check(where, copied)
         for scatter in groups:
             live[Category.GRADIENTS] += scatter.shard_bytes
-            self._tally.check(where, scatter.joined_bytes)
+            self._tally.check(where, scatter.joined_bytes + scatter.chunk_bytes)
             live[Category.COMMUNICATION] -= scatter.in_flight_bytes
 
 

@@ -131,7 +131,7 @@ class Movement:
 
     @property
     def parameters_on_host(self) -> Mapping[int, str]:
-        """The parameters that steps start with on the host, and their names in the plan."""
+        """The parameters that are on the host when a step starts, with their names in the plan."""
         names = (name for name in self.plan.starts_on_host if name in self.stored)
         places = ((*self.stored[name], name) for name in names)
         return {value: name for value, number, name in places if number == PARAMETER}

@@ -17,7 +17,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from autopar.comm.coalesced import travels_alone
 from autopar.cost_models.allocator import Category, allocator_of
 from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.update import OptimizerSpec
@@ -256,8 +255,8 @@ class _Walk(Drafts):
         """Begin to gather or cast parameters for a block, together, where that makes other tensors;
         they are read until the block runs."""
         block, due = self.program.blocks[position], list[int]()
-        made, read, workspace = list[int](), list[int](), 0
-        joined: list[ParameterBytes] = []
+        made, read, joined = list[int](), list[int](), list[ParameterBytes]()
+        workspace = 0
         for value in dict.fromkeys(values):
             number = self.parameters[value].kernel
             if value in self.fetched:
@@ -276,7 +275,7 @@ class _Walk(Drafts):
             workspace = max(workspace, self.memory[number].workspace["F"] - created)
             made += new
             read += reads if new else []
-            if new and self._travels_joined(value):
+            if new and self.bytes[value].is_joined:
                 joined.append(self.bytes[value])
         if len(joined) > 1:
             self.joined[position] = sum(size.used for size in joined)
@@ -285,12 +284,6 @@ class _Walk(Drafts):
             self.coming.setdefault(position, []).extend(read)
             place = Gather(position, tuple(due))
             self._op(f"gather {block.name}", read, made, workspace, place, f"{phase} {block.name}")
-
-    def _travels_joined(self, value: int) -> bool:
-        """Whether a parameter is gathered together with others of its block."""
-        size = self.bytes[value]
-        is_gathered = "F" not in size.alone and not size.is_whole
-        return is_gathered and not travels_alone(size.sent, is_sum=False)
 
     def _release(self, read: Sequence[int], for_now: Collection[int]) -> None:
         """Drop the parameters that a block has read for the last time in the step or, if they are

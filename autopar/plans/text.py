@@ -143,8 +143,8 @@ def order_text(gap: float) -> str:
 
 
 def streams_text(plan: PlanFields) -> str:
-    """What the plan's device runs on a second stream, weight gradients or early updates, as text;
-    empty without."""
+    """The second stream of a device, of weight gradients or of early updates, as text; empty if the
+    plan has none."""
     found, is_cpu = plan.schedule.pipeline(), plan.cluster.device.kind == "cpu"
     if plan.update.when == "early" and plan.offload is None and not is_cpu:
         return "updates on a second one; no gain from co-running is predicted"

@@ -194,7 +194,7 @@ class _TapeStream:
 
 
 class _TapeModule:
-    """What `autopar.runtime.machine.streams` calls of a module such as `torch.cuda`."""
+    """The streams of the tape, with the calls of a module such as `torch.cuda`."""
 
     def __init__(self, machine: ReplayMachine) -> None:
         self._machine = machine

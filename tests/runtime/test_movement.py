@@ -295,7 +295,9 @@ WAYS: list[tuple[int, dict[str, Any]]] = [
     (2, {**EARLY, "num_stages": 2, "num_microbatches": 2, "schedule": "1f1b"}),
 ]  # fmt: skip
 SOME = [WAYS[i] for i in (0, 1, 3, 5, 8, 9, 11, 12)]
-TWO_PASSES = WAYS[10]
+CHIMERA, TWO_PASSES = WAYS[7], WAYS[10]
+LESS = 0.7
+"""A share for plans that fit 0.85 by splitting more tensors, without moving any."""
 ZERO3: dict[str, Any] = {
     "mesh": {"dp": 2}, "constraints": [autopar.Force("zero3")], "reshard_after_forward": True
 }  # fmt: skip
@@ -323,7 +325,7 @@ FORMS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("num_devices", "options", "share"),
     [
-        *((*way, 0.85) for way in (WAYS if EXHAUSTIVE else SOME)),
+        *((*way, LESS if way is CHIMERA else 0.85) for way in (WAYS if EXHAUSTIVE else SOME)),
         (*TWO_PASSES, 0.6),
     ],
     ids=str,
@@ -366,18 +368,19 @@ def test_what_is_repeated_in_a_step_moves_too(form: str, groups: Groups) -> None
     assert any(p.scattered for p in program.parameters) == ("scattered" in form or form == "all")
     assert needed_bytes(compiled) <= budget.size_bytes
     assert "computation waits" in str(compiled.report())
-    # What is scattered is received over sockets in a chunk of up to 64 KiB, which is not counted.
-    buffers = 1 << 16 if any(p.scattered or p.released for p in program.parameters) else 0
-    groups(num_devices).call("cap_memory", int(NEAR * budget.size_bytes) + buffers)
+    groups(num_devices).call("cap_memory", int(NEAR * budget.size_bytes))
     got = losses(compiled)
-    copied = min(groups(num_devices).call("copied_bytes"))
-    # The first step has no optimizer states to move yet.
-    assert len(got) - 1 < copied / chosen.offload.moved_bytes < len(got) + 0.05
     expected, weights = eager_training(options.get("max_grad_norm"))
     assert got == pytest.approx(expected, abs=2e-6)
     state = compiled.full_state_dict()
     for name, weight in weights.items():
         torch.testing.assert_close(state[name], weight, rtol=0, atol=2e-6, msg=name)
+    _, batches = gpt2()
+    compiled.train_step(**batches[0])  # puts on the host what was read
+    copied = min(groups(num_devices).call("copied_bytes"))
+    compiled.train_step(**batches[0])
+    copied = min(groups(num_devices).call("copied_bytes")) - copied
+    assert copied == pytest.approx(chosen.offload.moved_bytes, rel=0.01)
 
 
 @functools.cache

@@ -5,13 +5,13 @@ Steps are replayed in drawn orders (`autopar.testing.replay`); streams of a GPU 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +38,8 @@ from autopar.testing.replay import (
     Choose,
     Hazard,
     Replayed,
+    ReplayMachine,
+    _TapeStream,
     main_first,
     replayed_step,
     side_first,
@@ -396,30 +398,18 @@ def test_early_updates_on_a_second_stream_give_the_same_bits_in_every_order(earl
         assert not is_early_wrong(early, choose)
 
 
-def unordered(self: UpdateStream, gradients: Sequence[object]) -> Iterator[None]:
-    """As `UpdateStream.on`, without waiting for what the current stream was given."""
-    self.join()
-    self._held = gradients
-    with self._module.stream(self._stream):
-        yield
-        self._end = self._stream.record_event(self._end)
-
-
-def unheld(self: UpdateStream, gradients: Sequence[object]) -> Iterator[None]:
-    """As `UpdateStream.on`, without holding gradients."""
-    self.join()
-    self._held = ()
-    self._stream.wait_stream(self._module.current_stream(self._device))
-    with self._module.stream(self._stream):
-        yield
-        self._end = self._stream.record_event(self._end)
-
-
-@pytest.mark.parametrize("wrong", [unordered, unheld])
+@pytest.mark.parametrize(
+    ("place", "name", "wrong"),
+    [
+        (_TapeStream, "wait_stream", lambda self, other: None),
+        (ReplayMachine, "updating", lambda self, gradients: self.updates.on(())),
+    ],
+    ids=["the update waits for nothing", "no gradient is held"],
+)
 def test_what_early_updates_wait_for_and_hold_cannot_be_left_out(
-    wrong: Callable[..., Iterator[None]], monkeypatch: pytest.MonkeyPatch
+    place: type, name: str, wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(UpdateStream, "on", contextlib.contextmanager(wrong))
+    monkeypatch.setattr(place, name, wrong)
     assert any(is_early_wrong(EARLY[0], choose) for choose in (main_first, side_first))
 
 

@@ -44,11 +44,13 @@ class Traits:
     ``overlaps``: a collective started as ``overlapped`` runs while its caller computes; otherwise
     the calling thread carries it out, and it is over when the call returns. ``receives_whole``: a
     reduce-scatter receives as many bytes as it sends, into memory of its own, and makes the shard
-    when it is waited for; otherwise the shard is all that it receives into.
+    when it is waited for; otherwise the shard is all that it receives into, and a chunk of up to
+    ``chunk_bytes``, from which it is added to the shard.
     """
 
     overlaps: bool
     receives_whole: bool
+    chunk_bytes: int = 0
 
 
 class Collectives(Protocol):

@@ -55,7 +55,9 @@ _REDUCE: dict[Reduction, Callable[[Tensor, Tensor], None]] = {
 class SocketCollectives:
     """`Collectives` of one group, on tensors in the memory of CPUs."""
 
-    traits: ClassVar[Traits] = Traits(overlaps=False, receives_whole=False)
+    traits: ClassVar[Traits] = Traits(
+        overlaps=False, receives_whole=False, chunk_bytes=_CHUNK_BYTES
+    )
 
     def __init__(self, peers: Peers, index: int) -> None:
         self.index, self.num = index, len(peers)

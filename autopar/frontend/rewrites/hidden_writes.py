@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
 
 from autopar.base.errors import CaptureError
 from autopar.base.torch_private import is_composite, is_wrapped, pytree, written_arguments
+from autopar.frontend.call_groups import ReturnedOperands, operands
 from autopar.frontend.reader import location
 from autopar.frontend.rewrites.edit import Ops, meta_of, value_of
 from autopar.ir.overwrite import overwrite
@@ -78,61 +79,23 @@ def _share_returned_inputs(
     Raises CaptureError where they return another view of it, unknown to the graph.
     """
     written = {_storage(t) for node in writes for t in _written(node)}
-    known: dict[Any, _Returned] = {}
+    known = ReturnedOperands()
     for node in list(graph.nodes):
         is_hidden = is_composite(node.target) or node.target in _UNSAFE
         if not (is_hidden or node in without_grad) or any(_written(node)):
             continue
         if written.isdisjoint(map(_storage, (node, *node.all_input_nodes))):
             continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), meta_of)
-        if any(map(is_wrapped, pytree.tree_leaves((args, kwargs)))):
+        sources = operands([node])
+        if any(map(is_wrapped, pytree.tree_leaves([*map(meta_of, sources)]))):
             continue  # inside vmap
-        key = _alike(node, args, kwargs)
-        if key not in known:
-            known[key] = _returned(node, args, kwargs)
-        for source, found in zip(node.all_input_nodes, known[key]):
+        for source, found in zip(sources, known.of(node)):
             if found == "itself":
                 node.replace_all_uses_with(source)
                 graph.erase_node(node)
                 break
             if is_hidden and found == "a view":
                 _refuse(node, "returns views of what is written to", "Write into a copy: x.clone()")
-
-
-_Returned = tuple[Literal["itself", "a view", "no"], ...]
-"""What a call returns of each of its inputs."""
-
-
-def _returned(node: fx.Node, args: Any, kwargs: Any) -> _Returned:
-    results = node.target(*args, **kwargs)  # type: ignore[operator]
-    storages = {*map(_storage_of, pytree.tree_leaves(results))} - {None}
-    return tuple(
-        "itself" if results is source.meta.get("val")
-        else "a view" if _storage(source) in storages
-        else "no"
-        for source in node.all_input_nodes
-    )  # fmt: skip
-
-
-def _alike(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """Equal for calls that return the same of their inputs: those of an operator whose arguments
-    have equal values or, as tensors, equal layouts, and share memory alike."""
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    places = {id(tensor): place for place, tensor in reversed([*enumerate(tensors)])}
-    storages: dict[int | None, int] = {}
-    seen = [
-        (
-            places[id(t)], storages.setdefault(_storage_of(t), len(storages)), t.layout, t.dtype,
-            t.device, t.requires_grad, tuple(t.shape),
-            (t.stride(), t.storage_offset()) if t.layout == torch.strided else None,
-        )
-        for t in tensors
-    ]  # fmt: skip
-    others = tuple((type(leaf), repr(leaf)) for leaf in leaves if not isinstance(leaf, Tensor))
-    sources = tuple(id(s.meta.get("val")) in places for s in node.all_input_nodes)
-    return node.target, str(structure), tuple(seen), others, sources
 
 
 def _refuse(node: fx.Node, what: str, fix: str) -> NoReturn:

@@ -71,8 +71,8 @@ class Mover:
         self._issue(START)
 
     def take(self, value: int, contents: Tensor) -> None:
-        """Put the contents of a parameter on the host, where steps start with it. The parameter is
-        like them, and has no memory."""
+        """Take the contents of a parameter that is on the host when a step starts. The parameter is
+        a tensor like them, whose storage has no memory yet."""
         name = self.movement.parameters_on_host[value]
         storage = self._storage(name)
         assert storage is not None

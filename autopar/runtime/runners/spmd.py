@@ -365,7 +365,7 @@ class SpmdRunner:
 
 
 def own_parts(program: RankProgram, needed: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of this rank's shards of the whole state that the program needs, where that is."""
+    """Copies of this rank's shards of the whole state that the program needs, on its devices."""
     device_here, rank = program.place(dist.get_rank())
     programs = {p.name: p for p in program.parameters}
     parts = {}

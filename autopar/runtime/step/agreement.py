@@ -77,8 +77,8 @@ class Agreement:
         self._norms: dict[torch.dtype, list[Tensor]] = {}
         # A rank that is alone looks at all gradients at once, unless early updates or casts to
         # another dtype free them.
-        is_kept = program.early is None and all(p.kernel is None for p in program.parameters)
-        self._at_once = self._is_alone and is_kept
+        moved = any(p.trainable and p.kernel is not None for p in program.parameters)
+        self._at_once = self._is_alone and program.early is None and not moved
         self._waiting: dict[tuple[torch.dtype, torch.dtype], list[Tensor]] = {}
 
     def begin_step(self) -> None:

@@ -23,7 +23,7 @@ from autopar.runtime.machine.protocols import Links, Machine, Phase
 from autopar.runtime.machine.shared_buffers import combined
 from autopar.runtime.step.computation import Computation
 from autopar.runtime.step.exchange import Exchange
-from autopar.runtime.step.reductions import Gradients, Reductions, Updater
+from autopar.runtime.step.reductions import Arrived, Gradients, Reductions, Updater
 from autopar.runtime.step.tables import StepTables
 from autopar.schedules.action import RECV_KINDS, SEND_KINDS, Action, Kind
 from autopar.schedules.schedule import DEFAULT_RESOURCE, Resource
@@ -373,13 +373,15 @@ class _Play(Generic[T]):
         if self.updater is None or reads is None:
             return
         arrived = self.reductions.arrived(reads, is_last=is_last)
-        if not arrived or not self.updater.may_update(arrived, self.compute.loss):
-            return
+        if arrived and self.updater.may_update(arrived, self.compute.loss):
+            with self._updating(arrived):
+                self.updater.update_early(arrived)
+
+    def _updating(self, arrived: Arrived[T]) -> contextlib.AbstractContextManager[None]:
+        """The stream of an early update, if those of the program overlap with other work."""
         early = self.program.early
         assert early is not None
-        overlaps = self.machine.updating(arrived.values) if early.overlaps else None
-        with overlaps or contextlib.nullcontext():
-            self.updater.update_early(arrived)
+        return self.machine.updating(arrived.values) if early.overlaps else contextlib.nullcontext()
 
     def _send(self, action: Action, microbatch: int) -> None:
         flight, carried = self.compute.flights[microbatch], self.exchange.values(action)

@@ -18,14 +18,13 @@ from autopar.runtime.state.optimizers import is_elementwise, is_like_parameter
 
 
 def on_host_at_first(movement: Movement | None, optimizer: Any) -> Collection[int]:
-    """The parameters that are put on the host before the first step, as the device may not hold
-    all at once: those with which steps start there. None for an ``optimizer`` that may read them
-    when it is made, which is any but torch's, by name."""
+    """The parameters that go to the host before the first step, as the device may not hold all at
+    once: those that are there whenever a step starts. None unless the ``optimizer`` is one of
+    `torch.optim`, or a partial call of one; others may read parameters when they are made."""
     while isinstance(optimizer, functools.partial):
         optimizer = optimizer.func
-    if movement is None or getattr(torch.optim, getattr(optimizer, "__name__", ""), 0) != optimizer:
-        return ()
-    return movement.parameters_on_host.keys()
+    is_torchs = any(optimizer is each for each in vars(torch.optim).values())
+    return movement.parameters_on_host.keys() if movement is not None and is_torchs else ()
 
 
 def without_memory(like: Tensor, device: torch.device) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,17 +93,7 @@ class RankRuntime:
         self._programs = {p.name: p for p in program.parameters if here in p.devices}
         movement = options.movement[here] if options.movement else None
         away = on_host_at_first(movement, options.optimizer)
-        self._parameters = {
-            name: nn.Parameter(
-                without_memory(state[name], device) if p.value in away else state[name].to(device),
-                requires_grad=p.trainable,
-            )
-            for name, p in self._programs.items()
-        }
-        constants = dict(program.constants)
-        self._buffers = {
-            b.name: state[b.name].to(device) for b in program.buffers if b.name not in constants
-        }
+        self._place(state, away)
         # A buffer that training changes is up to date only on the device that changes it.
         self._owned = {b.name for b in program.buffers if b.following is None or b.device == here}
         self._training = self._bound(program, self._new_agreement(program))
@@ -127,6 +117,24 @@ class RankRuntime:
         is_agreed = options.nonfinite is not NonFinite.IGNORE
         self.recovery = Recovery(program, self.communicator, self.updates, is_able=is_agreed)
         self.clock = StepClock(self.machine, self.recovery)
+
+    def _place(self, state: Mapping[str, Tensor], away: Collection[int]) -> None:
+        """Have parameters and buffers on the device; those ``away`` get no memory there yet."""
+        self._parameters = {
+            name: nn.Parameter(
+                without_memory(state[name], self.device)
+                if p.value in away
+                else state[name].to(self.device),
+                requires_grad=p.trainable,
+            )
+            for name, p in self._programs.items()
+        }
+        constants = dict(self.program.constants)
+        self._buffers = {
+            b.name: state[b.name].to(self.device)
+            for b in self.program.buffers
+            if b.name not in constants
+        }
 
     def _trainable(self) -> list[ParameterProgram]:
         return [p for p in self._programs.values() if p.trainable]

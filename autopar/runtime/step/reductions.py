@@ -48,6 +48,7 @@ class Arrived(Generic[T]):
 
     @property
     def values(self) -> list[T]:
+        """The tensors of all of them."""
         return [*self.gradients.values(), *(found.gradient for found in self.rows)]
 
 
@@ -278,8 +279,8 @@ class Updater(Protocol[T]):
         ...
 
     def may_update(self, arrived: Arrived[T], loss: T | None) -> bool:
-        """Look at gradients within the backward pass, and whether they update something; ``loss``
-        is this rank's term of it."""
+        """Look at gradients that arrived within the backward pass, and say whether to update with
+        them; ``loss`` is this rank's term of the loss."""
         ...
 
     def update_early(self, arrived: Arrived[T]) -> None:
