@@ -331,6 +331,11 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 
 # --- memory --------------------------------------------------------------------------------
+def is_profiling() -> bool:
+    """Whether a profiler of torch records this thread: ``_profiler_enabled`` (2.11 to 2.13)."""
+    return torch.autograd._profiler_enabled()
+
+
 def allocations(profiler: torch.profiler.profile) -> list[int]:
     """Bytes of each allocation and (negative) release in a memory profile, in order.
 

@@ -189,6 +189,9 @@ def _split_gradients(module: fx.GraphModule) -> None:
             weights = graph.node_copy(node)
         weights.args = (*before, [False, *of_weights], *after)
         node.args = (*before, [True, *(False for _ in of_weights)], *after)
+        first, *rest = node.meta["val"]
+        weights.meta["val"] = (None, *rest)
+        node.meta["val"] = (first, *(None for _ in rest))
         for part in list(node.users):
             if part.args[1] != 0:
                 part.replace_input_with(node, weights)

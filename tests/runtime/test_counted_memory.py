@@ -38,6 +38,32 @@ class Branches(nn.Module):
         return nn.functional.cross_entropy(self.head(self.strided(x).mean((2, 3))), labels)
 
 
+class Small(nn.Module):
+    """Convolutions of few channels, by channel and transposed, which oneDNN copies each its way."""
+
+    def __init__(self, num_dims: int, channels: int, num_transposed: int = 0) -> None:
+        super().__init__()
+        plain, norm, transposed = (
+            (nn.Conv1d, nn.BatchNorm1d, nn.ConvTranspose1d),
+            (nn.Conv2d, nn.BatchNorm2d, nn.ConvTranspose2d),
+            (nn.Conv3d, nn.BatchNorm3d, nn.ConvTranspose3d),
+        )[num_dims - 1]
+        self.layers = nn.Sequential(
+            plain(3, channels, 3, padding=1),
+            nn.GELU(),
+            plain(channels, channels, 5, stride=2, padding=2, groups=channels, bias=False),
+            norm(channels),
+            nn.ReLU6(),
+            plain(channels, 2 * channels, 1),
+            nn.ReLU(),
+            *(transposed(2 * channels, 2 * channels, 2, 2) for _ in range(num_transposed)),
+            plain(2 * channels, 10, 3, stride=2),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
 class Deep(nn.Module):
     """Layers large enough to be gathered and scattered alone, and small ones that are bucketed."""
 
@@ -201,6 +227,25 @@ def test_counted_is_held(case: str, optimizer: Any) -> None:
     with compiled:
         held = max(compiled.peak_tensor_bytes(**make_batch()))
     assert counted_bytes(compiled) == pytest.approx(held, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("num_dims", "channels", "num_transposed", "rows", "size"),
+    [(1, 20, 1, 32, 400), (2, 4, 0, 2, 32), (2, 12, 1, 8, 28), (2, 16, 0, 4, 24), (3, 6, 1, 4, 12)],
+)
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_copies_of_small_convolutions_are_counted(
+    num_dims: int, channels: int, num_transposed: int, rows: int, size: int, num_microbatches: int
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(rows, 3, *[size] * num_dims)
+    compiled = autopar.compile(
+        Small(num_dims, channels, num_transposed), 1, example_inputs={"x": x}, optimizer=SGD,
+        profile_limit_s=0.001, update="at_end", recompute="none", batch_norm="local",
+        num_microbatches=num_microbatches,
+    )  # fmt: skip
+    held = max(compiled.peak_tensor_bytes(x=x))
+    assert counted_bytes(compiled) == pytest.approx(held, rel=0.01)
 
 
 @pytest.mark.parametrize("case", ["deep, data parallel", "deep, ZeRO-3"])

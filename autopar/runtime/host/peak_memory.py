@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import os
 import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -14,12 +13,12 @@ from pathlib import Path
 import torch
 
 from autopar.base.accelerators import is_accelerator, module_of
-from autopar.base.torch_private import allocations, clear_matmul_workspaces
+from autopar.base.allocations import Recording
+from autopar.base.torch_private import clear_matmul_workspaces
 from autopar.runtime.host.heap import give_back_freed_memory, resident_bytes
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
-_LOG_LEVEL, _NOTHING = "KINETO_LOG_LEVEL", "6"
 
 
 class PeakMemory:
@@ -71,25 +70,21 @@ class PeakTensors:
     ) -> None:
         self.device = device
         self._held = held or _tensors_of_process
-        self._profiler: torch.profiler.profile | None = None
+        self._recording: Recording | None = None
 
     def start(self) -> None:
         if is_accelerator(self.device):
             module_of(self.device).reset_peak_memory_stats(self.device)
             return
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        self._profiler = torch.profiler.profile(activities=activities, profile_memory=True)
-        with _silent_profiler():
-            self._profiler.start()
+        self._recording = Recording()
 
     def stop(self) -> int:
         """The peak in bytes, without tensors from before `start` that were freed before `stop`."""
         if is_accelerator(self.device):
             return self._requested_bytes("peak") - self._kept_by_libraries()
-        assert self._profiler is not None, "stop() comes after start()"
-        self._profiler.stop()
-        changes = allocations(self._profiler)
-        self._profiler = None
+        assert self._recording is not None, "stop() comes after start()"
+        changes = self._recording.end()
+        self._recording = None
         return (
             _bytes_of(self._held()) - sum(changes) + max(itertools.accumulate(changes, initial=0))
         )
@@ -107,20 +102,6 @@ class PeakTensors:
         before = self._requested_bytes("current")
         clear_matmul_workspaces()
         return before - self._requested_bytes("current")
-
-
-@contextlib.contextmanager
-def _silent_profiler() -> Iterator[None]:
-    """Within: a first profiler of this process logs no lines to standard error, unless the user has
-    chosen what it logs. It reads that when it first starts."""
-    if _LOG_LEVEL in os.environ:
-        yield
-        return
-    os.environ[_LOG_LEVEL] = _NOTHING
-    try:
-        yield
-    finally:
-        del os.environ[_LOG_LEVEL]
 
 
 def _tensors_of_process() -> Iterator[torch.Tensor]:
