@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.ir.fused_lstm import lstm_layer, workspace_bytes
+from autopar.base.allocations import Recording
+from autopar.ir.fused_lstm import lstm_layer, scratch_bytes, workspace_bytes
 from autopar.lowering.differentiate import trace_joint
 from autopar.lowering.types import Kernel, TensorMeta
 
@@ -65,15 +68,38 @@ def test_gradients_equal_eager(batch_first: bool, bidirectional: bool, bias: boo
 
 @pytest.mark.parametrize(
     ("steps", "batch", "features", "hidden"),
-    [(64, 16, 32, 32), (64, 16, 256, 256), (40, 8, 96, 100), (16, 32, 64, 200), (33, 4, 512, 96)],
-)
-def test_workspace_is_counted(steps: int, batch: int, features: int, hidden: int) -> None:
-    x, state = torch.randn(steps, batch, features), torch.zeros(batch, hidden)
+    [
+        (1, 1, 64, 64), (7, 3, 20, 24), (64, 16, 32, 32), (64, 16, 256, 256), (40, 8, 96, 100),
+        (16, 32, 64, 200), (33, 4, 512, 96),
+    ],
+)  # fmt: skip
+def test_memory_is_counted(steps: int, batch: int, features: int, hidden: int) -> None:
+    """The workspace, and what the layer and its derivative take while they run."""
+    x, states = torch.randn(steps, batch, features), [torch.zeros(batch, hidden) for _ in "hc"]
     weights = torch.randn(4 * hidden, features), torch.randn(4 * hidden, hidden)
     bias = torch.zeros(4 * hidden)
-    with torch.no_grad():
-        *_, workspace = lstm_layer(
-            x, *weights, bias, bias, state, state, False, [], 2, hidden, 1, True, False, False, True
+    given = x, *weights, bias, bias, *states
+    options = 2, hidden, 1, True  # an LSTM, its width, one layer, biases
+    sizes = steps, batch, features, hidden, 4
+
+    def forward() -> tuple[Tensor, ...]:
+        made: tuple[Tensor, ...] = lstm_layer(*given, False, [], *options, False, False, True)
+        return made
+
+    def backward() -> tuple[Tensor, ...]:
+        made: tuple[Tensor, ...] = torch.ops.aten.mkldnn_rnn_layer_backward(
+            *given, *results, *cotangents, False, *options, True, False, [], False, workspace
         )
-    counted = workspace_bytes(steps, batch, features, hidden, 4)
-    assert counted == pytest.approx(workspace.numel(), rel=0.03)
+        return made
+
+    with torch.no_grad():
+        *results, workspace = forward()
+        cotangents = [torch.ones_like(result) for result in results]
+        assert workspace_bytes(*sizes) == workspace.numel()
+        for call, is_backward in ((forward, False), (backward, True)):
+            call()
+            recording = Recording()
+            made = call()
+            changes = recording.end()
+            scratch = max(itertools.accumulate(changes)) - sum(t.nbytes for t in made)
+            assert scratch_bytes(*sizes, is_backward=is_backward) == scratch

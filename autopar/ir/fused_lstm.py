@@ -10,13 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_WORKSPACE_STATES = (6.0, 4.8)
-"""Multiples of ``max(features, hidden)`` and ``hidden`` in oneDNN's workspace, besides the gates.
-
-Per sequence and step, plus the initial state; fitted to the sizes that oneDNN reports.
-"""
 _LINE = 16
 _BAD_STRIDE = 256
+_PAGE = 4096
+_SMALL_BYTES = 568
 
 
 @torch.library.custom_op("autopar::lstm_layer", mutates_args=())
@@ -74,25 +71,37 @@ def _(
 
 
 def workspace_bytes(steps: int, batch: int, features: int, hidden: int, itemsize: int) -> int:
-    """Approximate size of oneDNN's workspace for one layer in one direction."""
-    first, second = _WORKSPACE_STATES
-    gates = steps * _row(4 * hidden)
-    states = (steps + 1) * (first * _row(max(features, hidden)) + second * _row(hidden))
-    return int(batch * itemsize * (gates + states))
+    """Size of oneDNN's workspace for one layer in one direction, each part in whole pages.
+
+    The gates; states, cells and their gradients before and after each step; and a product of each
+    step. Fitted to what oneDNN 3.12 reports.
+    """
+    gates = _pages(steps * batch * _row(4 * hidden) * itemsize)
+    rows = 2 * (steps + 1) * batch * itemsize
+    states = 3 * _pages(rows * _row(max(features, hidden)))
+    cells = 2 * _pages(rows * hidden)
+    return gates + states + cells + _pages(steps * batch * _row(hidden) * itemsize)
 
 
 def scratch_bytes(
     steps: int, batch: int, features: int, hidden: int, itemsize: int, *, is_backward: bool
 ) -> int:
-    """Memory that oneDNN uses only while it runs a layer: weights in its own layout, and the gates.
+    """Memory that oneDNN uses only while it runs a layer: weights in its own layout, the gates, two
+    states, and a sum of biases.
 
     In backward it also holds the weights in the transposed layout, where that layout is padded.
     """
     sizes = (features, hidden)
-    needed = (sum(sizes) + steps * batch) * _row(4 * hidden)
+    weights = sum(sizes) * _row(4 * hidden)
     if is_backward:
-        needed += sum(4 * hidden * _row(size) for size in sizes if _row(size) != size)
-    return needed * itemsize
+        weights += sum(4 * hidden * _row(size) for size in sizes if _row(size) != size)
+    gates = _pages(steps * batch * _row(4 * hidden) * itemsize)
+    states = 2 * _pages(batch * _row(hidden) * itemsize)
+    return (weights + 4 * hidden) * itemsize + gates + states + _PAGE + _SMALL_BYTES
+
+
+def _pages(size_bytes: int) -> int:
+    return -(-size_bytes // _PAGE) * _PAGE
 
 
 def _row(size: int) -> int:

@@ -86,26 +86,28 @@ def kernel_memory(kernel: Kernel, device: DeviceSpec) -> KernelMemory:
         )
         for step in kernel.weight_steps
     )
-    outputs = list(kernel.forward.graph.output_node().args[0])  # type: ignore[arg-type]
-    number = {node: i for i, node in enumerate(outputs[: kernel.num_outputs])}
-    saved = outputs[kernel.num_outputs :]
-    memory.saved = sum(allocator.rounded(_size(n)) for n in dict.fromkeys(saved) if n not in number)
+    results = list(kernel.forward.graph.output_node().args[0])  # type: ignore[arg-type]
+    outputs, saved = results[: kernel.num_outputs], results[kernel.num_outputs :]
+    kept = _kept_elsewhere(kernel)
+    number = {_key(node): i for i, node in enumerate(outputs) if _key(node) not in kept}
+    own = {node for node in saved if _key(node) not in number and _key(node) not in kept}
+    memory.saved = sum(_storages(own, allocator).values())
     for index, node in enumerate(saved):
-        if node in number:
-            memory.saved_outputs[number[node]] = ("saved", index) in kernel.weight_sources
+        if _key(node) in number:
+            memory.saved_outputs[number[_key(node)]] = ("saved", index) in kernel.weight_sources
     if kernel.backward_input is not None:
         memory.input_grads = _input_gradients(kernel, kernel.backward_input.graph, allocator)
     if kernel.backward_weight is not None:
         graph = kernel.backward_weight.graph
         given = [n for n in graph.nodes if n.op == "placeholder"]
-        results = set(graph.output_node().all_input_nodes)
-        sizes = {
-            node: allocator.rounded(_size(node))
+        passed = set(graph.output_node().all_input_nodes)
+        late = [
+            node
             for node, (kind, index) in zip(given, kernel.weight_sources)
-            if kind == "handed" or (kind == "saved" and saved[index] not in number)
-        }
-        memory.late = sum(sizes.values())
-        memory.passed = sum(size for node, size in sizes.items() if node in results)
+            if kind == "handed" or (kind == "saved" and saved[index] in own)
+        ]
+        memory.late = sum(_storages(late, allocator).values())
+        memory.passed = sum(_storages((n for n in late if n in passed), allocator).values())
     return memory
 
 
@@ -152,6 +154,19 @@ def made_bytes(graph: fx.Graph, allocator: Allocator) -> int:
     given = _storages((node for node in graph.nodes if node.op == "placeholder"), allocator)
     made = _storages(results, allocator)
     return sum(size for key, size in made.items() if key not in given)
+
+
+def _kept_elsewhere(kernel: Kernel) -> set[int]:
+    """The storages of operands that the derivative reads, whose values are kept as such."""
+    given = [n for n in kernel.forward.graph.nodes if n.op == "placeholder"]
+    sources = {*kernel.input_sources, *kernel.weight_sources}
+    return {_key(given[index]) for kind, index in sources if kind == "operand"}
+
+
+def _key(node: fx.Node) -> int:
+    """Stands for the storage of a value; for the node itself if it has none."""
+    value = node.meta.get("val")
+    return id(value.untyped_storage() if isinstance(value, Tensor) else node)
 
 
 def _storages(nodes: Iterable[fx.Node], allocator: Allocator) -> dict[int, int]:

@@ -20,6 +20,7 @@ from autopar.rules.elementwise import broadcast_layout
 from autopar.rules.kernels import LocalCall, Phase
 from autopar.rules.registry import Layer, register
 from autopar.rules.space import Space, SpaceBuilder, layout
+from autopar.rules.traced import register_traced
 
 Outputs = Sequence[Value | None]
 
@@ -113,3 +114,45 @@ def attention_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space 
         padded=batch if masked else (*batch, s),  # a query with every key masked gives NaN
         anchor=True,
     )
+
+
+def _forward_scratch(_: Any, args: tuple[Any, ...], num_threads: int) -> int:
+    """Scores, their largest and their sums, and the output of a tile, for each thread."""
+    query, key = args[:2]
+    rows, columns = _tile(query, key)
+    sums, scores = _sum_bytes(query), rows * columns * _score_bytes(query)
+    return num_threads * (scores + sums * rows * (2 + query.shape[3]))
+
+
+def _backward_scratch(_: Any, args: tuple[Any, ...], num_threads: int) -> int:
+    """Scores and their gradients of a tile for each thread, and a cotangent that torch copies."""
+    cotangent, query, key = args[:3]
+    rows, columns = _tile(query, key)
+    is_copied = not cotangent.transpose(1, 2).is_contiguous()
+    tiles = 2 * num_threads * rows * columns * _score_bytes(query)
+    return tiles + _sum_bytes(query) * rows + (cotangent.nbytes if is_copied else 0)
+
+
+def _tile(query: Tensor, key: Tensor) -> tuple[int, int]:
+    """The rows and columns of a tile in PyTorch's flash kernels for CPUs."""
+    rows = query.shape[2]
+    return min(rows, 256 if rows >= 768 else 64 if rows >= 192 else 32), min(key.shape[2], 512)
+
+
+def _sum_bytes(query: Tensor) -> int:
+    """Sums are float32, or wider."""
+    return max(4, query.element_size())
+
+
+def _score_bytes(query: Tensor) -> int:
+    """Scores are summed, and copied to the dtype of the products if that is narrower."""
+    return _sum_bytes(query) + (query.element_size() if query.element_size() < 4 else 0)
+
+
+register_traced(
+    "aten._scaled_dot_product_flash_attention_for_cpu.default", cpu_scratch=_forward_scratch
+)
+register_traced(
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default",
+    cpu_scratch=_backward_scratch,
+)

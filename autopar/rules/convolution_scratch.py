@@ -8,21 +8,16 @@ are rough for strided convolutions with fewer channels and for gradients of weig
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from autopar.base.allocations import Recording, is_recording
+from autopar.base.allocations import is_recording
+from autopar.rules.measured import MOST_MEASURED, measured_scratch
 from autopar.rules.traced import register_traced
-
-MOST_MEASURED = 1e9
-"""Multiplications and additions of a convolution that is run; some tens of milliseconds."""
 
 _LANES = 16
 """The channel block of oneDNN's layouts on x86; the last block is padded."""
@@ -103,60 +98,16 @@ def _backward_copies(_: Any, args: tuple[Any, ...], num_threads: int) -> int:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Like:
-    """Stands for a tensor in the arguments of a call."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(arg: Any) -> Any:
-        """An argument that can be hashed, without data."""
-        if isinstance(arg, Tensor):
-            return _Like(tuple(arg.shape), arg.stride(), arg.dtype)
-        return tuple(arg) if isinstance(arg, list) else arg
-
-    def zeros(self) -> Tensor:
-        reach = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride))
-        return torch.zeros(reach, dtype=self.dtype, device="cpu").as_strided(
-            self.shape, self.stride
-        )
-
-
-@functools.lru_cache(maxsize=4096)
-@torch.no_grad()
-def _measured(operator: Any, args: tuple[Any, ...], num_threads: int) -> int:
-    given = [
-        arg.zeros() if isinstance(arg, _Like) else list(arg) if isinstance(arg, tuple) else arg
-        for arg in args
-    ]
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        operator(*given)  # what stays for later calls is not counted
-        recording = Recording()
-        results = operator(*given)
-        changes = recording.end()
-    finally:
-        torch.set_num_threads(before)
-    made = sum(result.nbytes for result in tree_leaves(results) if isinstance(result, Tensor))
-    return max(max(itertools.accumulate(changes, initial=0)) - made, 0)
-
-
 def _forward_scratch(y: Tensor, args: tuple[Any, ...], num_threads: int) -> int:
     if _work(y, args[1]) > MOST_MEASURED or is_recording():
         return _forward_copies(y, args, num_threads)
-    likes = tuple(map(_Like.of, args))
-    return _measured(torch.ops.aten.convolution.default, likes, num_threads)
+    return measured_scratch(torch.ops.aten.convolution.default, args, num_threads)
 
 
 def _backward_scratch(results: Any, args: tuple[Any, ...], num_threads: int) -> int:
     if sum(args[-1][:2]) * _work(args[0], args[2]) > MOST_MEASURED or is_recording():
         return _backward_copies(results, args, num_threads)
-    likes = tuple(map(_Like.of, args))
-    return _measured(torch.ops.aten.convolution_backward.default, likes, num_threads)
+    return measured_scratch(torch.ops.aten.convolution_backward.default, args, num_threads)
 
 
 def _work(y: Tensor, weight: Tensor) -> float:

@@ -17,6 +17,7 @@ from autopar.rules.derivative import (
 )
 from autopar.rules.registry import Arguments, Rule, register, register_pointwise
 from autopar.rules.space import Layout, Space, SpaceBuilder, layout
+from autopar.rules.traced import register_traced
 
 
 def broadcast_layout(shape: Sequence[int], dims: Sequence[str], sizes: Sequence[int]) -> Layout:
@@ -215,3 +216,12 @@ _OTHERS = Rule(space=elementwise_space)
 def pointwise_rule(op: Op) -> Rule:
     """The rule of an operator that torch tags as pointwise."""
     return _POINTWISE.get(op.target_name.split(".")[1], _OTHERS)
+
+
+def _dropout_scratch(_: Any, args: tuple[Any, ...], num_threads: int) -> int:
+    """The mask in the operand's dtype, or what is kept before it is scaled."""
+    return int(args[0].nbytes)
+
+
+register_traced("aten.native_dropout.default", cpu_scratch=_dropout_scratch)
+register_traced("aten.native_dropout_backward.default", cpu_scratch=_dropout_scratch)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
+import torch
+
+from autopar.base.allocations import is_recording
 from autopar.ir.graph import Op, Value
 from autopar.rules.derivative import KEEPS_FACTORS
 from autopar.rules.elementwise import broadcast_layout
+from autopar.rules.measured import MOST_MEASURED, measured_scratch
 from autopar.rules.registry import Layer, register
 from autopar.rules.space import Space, SpaceBuilder, layout
+from autopar.rules.traced import register_traced
 
 Outputs = Sequence[Value | None]
 
@@ -142,3 +149,19 @@ def cdist_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space | No
         for shape, row in ((left, m), (right, n))
     ]
     return builder.build(sides, [layout(*batch, m, n)], anchor=True)
+
+
+def _trilinear_scratch(_: Any, args: tuple[Any, ...], num_threads: int) -> int:
+    """For the products of three tensors that a bilinear layer becomes; 0 for large ones."""
+    sizes = []
+    for operand, missing in zip(args[:3], args[3:6]):
+        shape = list(operand.shape)
+        for dim in sorted(missing):
+            shape.insert(dim, 1)
+        sizes.append(shape)
+    if 2.0 * math.prod(map(max, *sizes)) > MOST_MEASURED or is_recording():
+        return 0
+    return measured_scratch(torch.ops.aten._trilinear.default, args, num_threads)
+
+
+register_traced("aten._trilinear.default", cpu_scratch=_trilinear_scratch)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from autopar.ir.fused_lstm import scratch_bytes
 from autopar.ir.graph import Op, Value
 from autopar.rules.derivative import Keeps
@@ -52,17 +54,31 @@ def recurrent_space(op: Op, inputs: Sequence[Value], outputs: Outputs) -> Space 
     return builder.build([sequence(shape[2]), *states, *weights], [first, *finals], anchor=True)
 
 
+def _forward_scratch(_: Any, args: tuple[Any, ...], num_threads: int) -> int:
+    return _lstm_scratch(args, is_backward=False) + _copied(args[0])
+
+
+def _backward_scratch(_: Any, args: tuple[Any, ...], num_threads: int) -> int:
+    """With the copies that torch makes of what is not contiguous or not given."""
+    x, hidden, cell, results, cotangents = args[0], args[5], args[6], args[7:10], args[10:13]
+    copied = _copied(x) + sum(
+        result.nbytes if cotangent is None else _copied(cotangent)
+        for result, cotangent in zip(results, cotangents)
+    )
+    if hidden.untyped_storage() is cell.untyped_storage():
+        copied += cell.nbytes
+    return _lstm_scratch(args, is_backward=True) + copied
+
+
 def _lstm_scratch(args: tuple[Any, ...], *, is_backward: bool) -> int:
     x, _, hidden_weight = args[:3]
     sizes = (*x.shape, hidden_weight.shape[1], x.element_size())
     return scratch_bytes(*sizes, is_backward=is_backward)
 
 
-register_traced(
-    "autopar.lstm_layer.default",
-    cpu_scratch=lambda result, args, num_threads: _lstm_scratch(args, is_backward=False),
-)
-register_traced(
-    "aten.mkldnn_rnn_layer_backward.default",
-    cpu_scratch=lambda result, args, num_threads: _lstm_scratch(args, is_backward=True),
-)
+def _copied(tensor: Tensor) -> int:
+    return 0 if tensor.is_contiguous() else tensor.nbytes
+
+
+register_traced("autopar.lstm_layer.default", cpu_scratch=_forward_scratch)
+register_traced("aten.mkldnn_rnn_layer_backward.default", cpu_scratch=_backward_scratch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 import autopar
 from autopar import Force
 from tests.runtime.processes import counted_bytes
+
+WIDTH = 64
 
 
 class Branches(nn.Module):
@@ -62,6 +65,44 @@ class Small(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x).square().mean()
+
+
+class Attending(nn.Module):
+    """Self-attention whose queries, keys and values are views of one tensor."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.num_heads = num_heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.inner(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.outer(mixed.transpose(1, 2).flatten(2))
+
+
+class OneLayer(nn.Module):
+    """A layer, whose output may be the first of several, between two others."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.before, self.layer = nn.Linear(WIDTH, WIDTH), layer
+        self.after = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(self.before(x))
+        return self.after(y[0] if isinstance(y, tuple) else y).square().mean()
+
+
+class Multiplied(nn.Module):
+    """A bilinear layer."""
+
+    def __init__(self, width: int, small: int) -> None:
+        super().__init__()
+        self.narrow, self.product = nn.Linear(width, small), nn.Bilinear(width, small, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.narrow(x))
 
 
 class Deep(nn.Module):
@@ -246,6 +287,28 @@ def test_copies_of_small_convolutions_are_counted(
     )  # fmt: skip
     held = max(compiled.peak_tensor_bytes(x=x))
     assert counted_bytes(compiled) == pytest.approx(held, rel=0.01)
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "attention": lambda: Attending(WIDTH, 4),
+    "bilinear": lambda: Multiplied(WIDTH, 8),
+    "dropout": lambda: nn.Sequential(nn.Linear(WIDTH, 512), nn.Dropout(0.2), nn.Linear(512, WIDTH)),
+    "LSTM": lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True),
+    "GRU, whose gates are views": lambda: nn.GRU(WIDTH, WIDTH, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_memory_within_operators_is_counted(layer: str, recompute: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(16, 33, WIDTH)
+    compiled = autopar.compile(
+        OneLayer(LAYERS[layer]()), 1, example_inputs={"x": x}, optimizer=SGD, recompute=recompute,
+        update="at_end", num_microbatches=1, profile_limit_s=0.001,
+    )  # fmt: skip
+    held = max(compiled.peak_tensor_bytes(x=x))
+    assert counted_bytes(compiled) == pytest.approx(held, rel=0.005)
 
 
 @pytest.mark.parametrize("case", ["deep, data parallel", "deep, ZeRO-3"])
