@@ -94,7 +94,8 @@ def kernel_memory(kernel: Kernel, device: DeviceSpec) -> KernelMemory:
     memory.saved = sum(_storages(own, allocator).values())
     for index, node in enumerate(saved):
         if _key(node) in number:
-            memory.saved_outputs[number[_key(node)]] = ("saved", index) in kernel.weight_sources
+            output, is_late = number[_key(node)], ("saved", index) in kernel.weight_sources
+            memory.saved_outputs[output] = is_late or memory.saved_outputs.get(output, False)
     if kernel.backward_input is not None:
         memory.input_grads = _input_gradients(kernel, kernel.backward_input.graph, allocator)
     if kernel.backward_weight is not None:
