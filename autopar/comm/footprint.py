@@ -12,17 +12,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.comm.coalesced import travels_alone
-from autopar.comm.ops import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
+from autopar.comm.ops import ALL_GATHER, ALL_REDUCE, ALL_REDUCE_MAX, ALL_TO_ALL, REDUCE_SCATTER
 from autopar.comm.transports.base import Traits
 
 
+def sum_bytes(size_bytes: int, num: int, traits: Traits) -> int:
+    """Buffers of an all-reduce among ``num`` ranks, while it runs."""
+    if size_bytes <= traits.gathered_bytes:
+        return num * size_bytes
+    return min(-(-size_bytes // num), traits.chunk_bytes)
+
+
 def workspace_bytes(
-    op: Any, digits: Sequence[Any], sent_bytes: int, made_bytes: int, traits: Traits
+    op: Any, num: int, digits: Sequence[Any], sent_bytes: int, made_bytes: int, traits: Traits
 ) -> int:
-    """Buffers of one collective of `autopar.comm.ops`, whose ``digits`` follow ``num``.
+    """Buffers of one collective of `autopar.comm.ops` among ``num`` ranks, with its ``digits``.
 
     Shards that are not contiguous are copied into order before they are sent, and back.
     """
+    if op in (ALL_REDUCE, ALL_REDUCE_MAX):
+        return sum_bytes(sent_bytes, num, traits)
     if op is ALL_GATHER:
         return 0 if _is_outermost(digits) else made_bytes
     if op not in (REDUCE_SCATTER, ALL_TO_ALL):

@@ -146,7 +146,7 @@ def _collective_bytes(node: fx.Node, device_kind: str) -> int:
     assert isinstance(operand, fx.Node)
     assert isinstance(num, int)
     traits = traits_of(device_kind, num)
-    return workspace_bytes(node.target, digits, _size(operand), _size(node), traits)
+    return workspace_bytes(node.target, num, digits, _size(operand), _size(node), traits)
 
 
 def made_bytes(graph: fx.Graph, allocator: Allocator) -> int:

@@ -6,12 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
 from autopar.comm.coalesced import travels_alone
-from autopar.comm.ops import ALL_GATHER
+from autopar.comm.ops import ALL_GATHER, ALL_REDUCE
 from autopar.cost_models.allocator import Allocator
 from autopar.ir.placement import Placements, local_shape
 from autopar.lowering.joined_move import joined_move
@@ -27,7 +28,8 @@ class ParameterBytes:
     of the sums (``received``).
 
     ``is_whole``: blocks use no more elements than are stored. ``is_cast``: they use another dtype.
-    ``is_moved``: something is communicated between the two. ``alone``: which of its gather
+    ``is_moved``: something is communicated between the two. ``num_summed``: the ranks that sum its
+    gradient, where the sum is whole on each of them, or 1. ``alone``: which of its gather
     (F) and its reduction (I) run as graphs of their own, never joined with others; or, as a
     reduction that gathers what blocks use in shards, hold as much as if they did.
     """
@@ -40,6 +42,7 @@ class ParameterBytes:
     is_whole: bool
     is_cast: bool
     is_moved: bool
+    num_summed: int
     alone: frozenset[str]
 
     @property
@@ -67,8 +70,15 @@ class ParameterBytes:
             is_whole=size(p.used, p.used_dtype) <= size(p.stored, p.used_dtype),
             is_cast=p.used_dtype is not p.dtype,
             is_moved=any(next(collective_nodes(m), None) is not None for _, m in graphs),
+            num_summed=max((_num_summed(m) for phase, m in graphs if phase == "I"), default=1),
             alone=frozenset(phase for phase, m in graphs if _is_alone(phase, m)),
         )
+
+
+def _num_summed(module: fx.GraphModule) -> int:
+    """Among how many ranks a graph sums; 1 if it does not."""
+    sums: list[Any] = [n.args[2] for n in collective_nodes(module) if n.target is ALL_REDUCE]
+    return max(sums, default=1)
 
 
 def _is_alone(phase: str, module: fx.GraphModule) -> bool:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from autopar.comm.coalesced import MAX_SCATTERS
-from autopar.comm.footprint import Scatter, scatters
+from autopar.comm.footprint import Scatter, scatters, sum_bytes
 from autopar.comm.transports.base import Traits
 from autopar.cost_models.allocator import Category
 from autopar.lowering.arrivals import rounds_in_flight, scattered
@@ -38,7 +38,7 @@ class ReductionMemory:
             return
         self._cast([size for size in fresh if size.is_cast and not size.is_moved], where)
         cast = max((size.used for size in fresh if size.summed > size.used), default=0)
-        copied = sum(size.summed for size in sizes if size.is_moved and size.is_whole)
+        copied = self._copied([size for size in sizes if size.is_moved and size.is_whole])
         parts = [size for size in sizes if not size.is_whole]
         groups = scatters([(size.summed, size.received) for size in parts], self._traits)
         # Until they are cast behind the sums, which makes new memory, shards are in their dtype.
@@ -49,6 +49,14 @@ class ReductionMemory:
         play(max(copied, cast), groups, where)
         self._tally.live[Category.GRADIENTS] += growth
         self._tally.check(where, sum(size.received for size in late))
+
+    def _copied(self, sizes: Sequence[ParameterBytes]) -> int:
+        """Bytes of gradients that are summed in copies, with the buffers of their all-reduces."""
+        groups: dict[int, int] = {}
+        for size in sizes:
+            groups[size.num_summed] = groups.get(size.num_summed, 0) + size.summed
+        buffers = (sum_bytes(each, num, self._traits) for num, each in groups.items())
+        return sum(groups.values()) + max(buffers, default=0)
 
     def _cast(self, sizes: Sequence[ParameterBytes], where: str) -> None:
         """Gradients that are cast one by one while the others are not yet."""

@@ -361,3 +361,16 @@ def test_reductions_that_run_one_by_one_are_counted() -> None:
     )  # fmt: skip
     held = max(compiled.peak_tensor_bytes(**rows()))
     assert held <= counted_bytes(compiled) <= 1.04 * held
+
+
+@pytest.mark.usefixtures("reused_workers")
+def test_buffers_of_small_sums_are_counted() -> None:
+    """Each rank gathers the gradients of all and adds them, which is the peak of these steps."""
+    torch.manual_seed(0)
+    compiled = autopar.compile(
+        OneLayer(nn.Identity()), 2, example_inputs={"x": torch.randn(4, 2, WIDTH)}, optimizer=SGD,
+        constraints=[Force("data_parallel")], update="at_end", recompute="none", profile_limit_s=0,
+    )  # fmt: skip
+    held = max(compiled.peak_tensor_bytes(x=torch.randn(4, 2, WIDTH)))
+    assert compiled.plan.prediction.memory_peak_at.startswith("G")
+    assert counted_bytes(compiled) == pytest.approx(held, rel=0.01)

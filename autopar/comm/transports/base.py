@@ -45,12 +45,14 @@ class Traits:
     the calling thread carries it out, and it is over when the call returns. ``receives_whole``: a
     reduce-scatter receives as many bytes as it sends, into memory of its own, and makes the shard
     when it is waited for; otherwise the shard is all that it receives into, and a chunk of up to
-    ``chunk_bytes``, from which it is added to the shard.
+    ``chunk_bytes``, from which it is added to the shard. ``gathered_bytes``: sums of up to so many
+    bytes are made by each rank, of the operands of all.
     """
 
     overlaps: bool
     receives_whole: bool
     chunk_bytes: int = 0
+    gathered_bytes: int = 0
 
 
 class Collectives(Protocol):

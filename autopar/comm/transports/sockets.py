@@ -56,7 +56,7 @@ class SocketCollectives:
     """`Collectives` of one group, on tensors in the memory of CPUs."""
 
     traits: ClassVar[Traits] = Traits(
-        overlaps=False, receives_whole=False, chunk_bytes=_CHUNK_BYTES
+        overlaps=False, receives_whole=False, chunk_bytes=_CHUNK_BYTES, gathered_bytes=WHOLE_BYTES
     )
 
     def __init__(self, peers: Peers, index: int) -> None:
@@ -81,7 +81,7 @@ class SocketCollectives:
         self, x: Tensor, reduction: Reduction = Reduction.SUM, *, overlapped: bool = False
     ) -> Wait:
         flat, reduce = x.view(-1), _REDUCE[reduction]
-        if x.nbytes <= WHOLE_BYTES:
+        if x.nbytes <= self.traits.gathered_bytes:
             whole = flat.new_empty((self.num, flat.numel()))
             self.all_gather(whole, flat)
             first, *others = whole.unbind()
