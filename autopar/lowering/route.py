@@ -24,6 +24,9 @@ from autopar.schedules.schedule import PipelineShape, Schedule
 _WEIGHT_KINDS = (Kind.W, Kind.B)
 _FORWARD_KINDS, _BACKWARD_KINDS = (Kind.F, Kind.R), (Kind.I, Kind.B)
 
+NUM_AHEAD = 1
+"""How many receives of a link are posted before their turn in the schedule."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:

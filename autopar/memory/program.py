@@ -22,13 +22,14 @@ from autopar.lowering.types import RankProgram
 from autopar.memory.early import EarlyUpdates
 from autopar.memory.holders import Holders
 from autopar.memory.kernel import KernelMemory, kernel_memory
+from autopar.memory.messages import Messages
 from autopar.memory.parameters import ParameterBytes, buffer_bytes, first_sum_bytes, part_bytes
 from autopar.memory.reductions import ReductionMemory, ScatteredSums, alone_bytes
 from autopar.memory.side_stream import SideStream
 from autopar.memory.steady_state import shortened
 from autopar.memory.tally import Moment, Tally
 from autopar.memory.value_gradients import Buffer, Key, ValueGradients
-from autopar.schedules.action import Action, Kind
+from autopar.schedules.action import RECV_KINDS, Action, Kind
 
 PARAMETER = -1
 """Stands for the micro-batch in a parameter's `Key`."""
@@ -128,6 +129,7 @@ class _Play:
         holders = Holders(self.live)
         self.sizes, self._hold, self._release = holders.sizes, holders.hold, holders.release
         self.gradients = ValueGradients(self.tally, self.allocator)
+        self.messages = Messages(program.pipeline, route, self.live, device)
         self.late: dict[tuple[int, int], list[Buffer]] = {}
         self.of_round = contributions_of_round(program, route)
         self.remaining = self.of_round.copy()
@@ -178,19 +180,20 @@ class _Play:
                     self._update(v for v in self.route.parameters[stage] if not self.remaining[v])
             if microbatch is None:
                 continue
+            self._receive(action)
             recomputed = stage in self.program.pipeline.shape.recomputed
             if action.kind is Kind.F:
                 self._enter(stage, microbatch, recomputed)
                 self._forward(stage, microbatch, keep=not recomputed)
-                self._leave(stage, microbatch)
+                self._leave(action)
             elif action.kind is Kind.R:
                 self._forward(stage, microbatch, keep=True)
                 self._leave_recomputed(stage, microbatch)
             elif action.kind in (Kind.I, Kind.B, Kind.W):
                 self.side.begin(action)
                 self._backward(stage, microbatch, action.kind)
-                for value in self.program.pipeline.boundaries[stage - 1].values if stage else ():
-                    self.gradients.release((microbatch, value))  # sent to the stage before
+                self._send_back(action)
+        self.messages.finish()
         self.side.join()
         self.tally.begin_action()
         for values in self._last_updates():
@@ -241,14 +244,62 @@ class _Play:
                 if recomputed:
                     self._hold((microbatch, value), ("R", stage), 0, Category.ACTIVATIONS)
 
-    def _leave(self, stage: int, microbatch: int) -> None:
-        """Release the values that the stage sends, unless the next stage is on this device."""
-        row = self.program.pipeline.shape.placement[self.program.pipeline.shape.replica(microbatch)]
-        if stage + 1 < len(row) and row[stage + 1] != row[stage]:
-            for value in self.program.pipeline.boundaries[stage].values:
-                self._release((microbatch, value), "env", Category.ACTIVATIONS)
+    def _receive(self, action: Action) -> None:
+        """Take the message to a stage, if there is one."""
+        stage, microbatch = action.stage, action.microbatch
+        assert microbatch is not None
+        if action.kind in RECV_KINDS:
+            self.messages.post(action)
+        elif action.kind is Kind.F:
+            self.messages.take(Action(stage, Kind.RECV_F, microbatch, 1, action.replica))
+        elif action.kind in (Kind.I, Kind.B):
+            message = Action(stage, Kind.RECV_B, microbatch, 1, action.replica)
+            if self.messages.take(message):
+                boundary = self.program.pipeline.boundaries[stage]
+                for value, meta in zip(boundary.gradients, boundary.gradient_metas):
+                    self.gradients.receive((microbatch, value), meta.size_bytes)
+
+    def _is_sent(self, stage: int, other: int, microbatch: int) -> bool:
+        """Whether messages go from a stage to another, which exists and is on another device."""
+        shape = self.program.pipeline.shape
+        row = shape.placement[shape.replica(microbatch)]
+        return 0 <= other < len(row) and row[other] != row[stage]
+
+    def _leave(self, action: Action) -> None:
+        """Release the values that the stage sends when they have arrived, and those that leave."""
+        stage, microbatch = action.stage, action.microbatch
+        assert microbatch is not None
+        if self._is_sent(stage, stage + 1, microbatch):
+            message = Action(stage, Kind.SEND_F, microbatch, 1, action.replica)
+            keys = [(microbatch, v) for v in self.program.pipeline.boundaries[stage].values]
+            for key in keys:
+                self._hold(key, message, 0, Category.ACTIVATIONS)
+                self._release(key, "env", Category.ACTIVATIONS)
+            self.messages.send(message, lambda: self._release_all(keys, message))
         for value in set(self.route.finished[stage]).difference(self.route.crossing[stage]):
             self._release((microbatch, value), "env", Category.ACTIVATIONS)
+
+    def _send_back(self, action: Action) -> None:
+        """Send the gradients of what the stage received."""
+        stage, microbatch = action.stage, action.microbatch
+        assert microbatch is not None
+        if action.kind is Kind.W or not self._is_sent(stage, stage - 1, microbatch):
+            return
+        boundary = self.program.pipeline.boundaries[stage - 1]
+        message = Action(stage, Kind.SEND_B, microbatch, 1, action.replica)
+        for value in set(boundary.values).difference(boundary.gradients):
+            self.gradients.release((microbatch, value))
+        sent = [self.gradients.send((microbatch, value)) for value in boundary.gradients]
+        self.messages.send(message, lambda: self._drop_all(sent))
+
+    def _release_all(self, keys: Sequence[Key], holder: object) -> None:
+        for key in keys:
+            self._release(key, holder, Category.ACTIVATIONS)
+
+    def _drop_all(self, buffers: Sequence[Buffer | None]) -> None:
+        for buffer in buffers:
+            if buffer is not None:
+                self.gradients.drop(buffer)
 
     def _leave_recomputed(self, stage: int, microbatch: int) -> None:
         kept = self.route.crossing[stage].union(self.route.finished[stage])

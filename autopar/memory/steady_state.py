@@ -86,6 +86,16 @@ def _without(route: Route, start: int, length: int, step: int, num: int) -> Rout
         Counter({value: count * left // num for value, count in counter.items()})
         for counter in counters
     )
+    steps = dict.fromkeys(route.actions[:start], 0) | dict.fromkeys(later, -step)
     return replace(
-        route, actions=actions, contributions=contributions, readings=readings, reads=reads
-    )
+        route, actions=actions, contributions=contributions, readings=readings, reads=reads,
+        incoming={
+            peer: tuple(_later(a, steps[a]) for a in receives if a in steps)
+            for peer, receives in route.incoming.items()
+        },
+        arrived={
+            _later(receive, steps[receive]): tuple(_later(s, steps[receive]) for s in sends)
+            for receive, sends in route.arrived.items()
+            if receive in steps
+        },
+    )  # fmt: skip

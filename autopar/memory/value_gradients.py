@@ -39,7 +39,7 @@ class ValueGradients:
     def take(self, key: Key, size_bytes: int) -> Buffer:
         """The gradient of a block's output, as the block's I reads it.
 
-        A received gradient, or zeros, is allocated now; a view that is not contiguous is copied.
+        Zeros are allocated now; a view that is not contiguous is copied.
         """
         found = self._found.pop(key, None)
         if found is not None and found.is_contiguous:
@@ -59,6 +59,15 @@ class ValueGradients:
             self.drop(new.buffer)
             new = total
         self._found[key] = new
+
+    def receive(self, key: Key, size_bytes: int) -> None:
+        """A gradient that another stage has sent."""
+        self._found[key] = _Gradient(self._keep(Buffer(self._allocator.rounded(size_bytes))))
+
+    def send(self, key: Key) -> Buffer | None:
+        """The gradient of a value that leaves the device, which the caller drops."""
+        found = self._found.pop(key, None)
+        return None if found is None else found.buffer
 
     def release(self, key: Key) -> None:
         """Release the gradient of a value, if it has one."""

@@ -94,6 +94,24 @@ class OneLayer(nn.Module):
         return self.after(y[0] if isinstance(y, tuple) else y).square().mean()
 
 
+class OneBlock(nn.Module):
+    """A layer of small weights and large activations."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.gelu(self.inner(x))
+
+
+class MeanSquare(nn.Module):
+    """A loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
 class Multiplied(nn.Module):
     """A bilinear layer."""
 
@@ -374,3 +392,18 @@ def test_buffers_of_small_sums_are_counted() -> None:
     held = max(compiled.peak_tensor_bytes(x=torch.randn(4, 2, WIDTH)))
     assert compiled.plan.prediction.memory_peak_at.startswith("G")
     assert counted_bytes(compiled) == pytest.approx(held, rel=0.01)
+
+
+@pytest.mark.usefixtures("reused_workers")
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1"])
+def test_messages_between_stages_are_counted(schedule: str) -> None:
+    """A receive is posted while the stage before computes, and its buffer exists from then on."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 33, WIDTH)
+    compiled = autopar.compile(
+        nn.Sequential(*(OneBlock(WIDTH) for _ in range(4)), MeanSquare()), 2, optimizer=SGD,
+        example_inputs=(x,), num_stages=2, num_microbatches=4, schedule=schedule,
+        recompute="none", profile_limit_s=0.001,
+    )  # fmt: skip
+    held = max(compiled.peak_tensor_bytes(x))
+    assert counted_bytes(compiled) == pytest.approx(held, rel=0.005)

@@ -102,7 +102,10 @@ class Messages(Protocol):
     """Point-to-point messages between the ranks of a group, which are numbered as in the group.
 
     From one rank to another, messages are received in the order in which they were sent.
+    ``holds_sent``: tensors are held until the wait is over, and not copied before ``send`` returns.
     """
+
+    holds_sent: ClassVar[bool]
 
     @classmethod
     def serves(cls, device_kind: str, num_ranks: int) -> bool:

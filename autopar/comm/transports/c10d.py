@@ -99,6 +99,8 @@ class C10dMessages:
     in ``process_group``. All ranks of the job open theirs at the same time.
     """
 
+    holds_sent: ClassVar[bool] = True
+
     def __init__(
         self, process_group: Any, queues: Mapping[tuple[int, bool], Any] | None = None
     ) -> None:

@@ -57,3 +57,9 @@ def traits_of(device_kind: str, num_ranks: int) -> Traits:
     For devices that need not be here; a group whose ranks cannot open it uses the next transport.
     """
     return next(kind.traits for kind in COLLECTIVES if kind.serves(device_kind, num_ranks))
+
+
+def holds_sent(device_kind: str, num_ranks: int) -> bool:
+    """Whether messages among so many ranks hold what they send, by the transport that serves them
+    first, as `traits_of`."""
+    return next(kind.holds_sent for kind in MESSAGES if kind.serves(device_kind, num_ranks))

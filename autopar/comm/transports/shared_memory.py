@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ from autopar.comm.transports.unix_sockets import (
 
 class SharedMemoryMessages:
     """`Messages` of one group, on tensors in the memory of CPUs."""
+
+    holds_sent: ClassVar[bool] = False
 
     def __init__(self, peers: Peers) -> None:
         self._links = {

@@ -11,15 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from autopar.lowering.route import Route, peer_of
+from autopar.lowering.route import NUM_AHEAD, Route, peer_of
 from autopar.lowering.types import Pipeline, TensorMeta
 from autopar.runtime.machine.protocols import Links, Received
 from autopar.schedules.action import Action, Kind
 
 T = TypeVar("T")
-
-NUM_AHEAD = 1
-"""How many receives of a link are posted before their turn in the schedule."""
 
 
 class Exchange(Generic[T]):
