@@ -175,3 +175,10 @@ def llama_70b(num_devices: int) -> tuple[Expert, ...]:
             source=f"{TITAN}, docs/performance.md (64 A100: 331 tokens/s a GPU, 51.7% MFU)",
         ),
     )
+
+
+TENSOR_IN_NODES = Expert(
+    name="mesh dp=16, tp=8, everything else searched",
+    options={"mesh": {"dp": 16, "tp": 8}, "schedule": "auto"},
+    source="tensor parallelism inside nodes, sixteen replicas of a pipeline",
+)
