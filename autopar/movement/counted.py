@@ -2,7 +2,7 @@
 
 In: a step's lifetimes, the place of each operation in the count (`autopar.memory.program`), and the
 count's moments. Out: the lifetimes with more workspace. A count has what is in no tensor of the
-lifetimes: buffers of collectives, and operands of those that are still under way.
+lifetimes: buffers of collectives and of messages, and operands of those that are still under way.
 """
 
 from __future__ import annotations

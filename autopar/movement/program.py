@@ -56,7 +56,7 @@ def step_of_program(
     check_coverable(program, route)
     walk = _Walk(program, route, device, optimizer)
     step = walk.run()
-    if program.mesh.num_devices == 1:
+    if program.mesh.num_devices == program.pipeline.num_devices == 1:
         return step
     moments = moments_of(program, device, pipeline_rank, optimizer=optimizer)
     return raised_to_count(step, walk.at, moments)
