@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from autopar.base.torch_private import allocations, is_profiling
+from autopar.base.torch_private import allocations
 
 _LOG_LEVEL, _NOTHING = "KINETO_LOG_LEVEL", "6"
 
@@ -26,11 +26,6 @@ class Recording:
         """Bytes of each allocation and, negative, of each release, in order."""
         self._profiler.stop()
         return allocations(self._profiler)
-
-
-def is_recording() -> bool:
-    """Whether a profiler runs in this process, which allows no other."""
-    return is_profiling()
 
 
 @contextlib.contextmanager

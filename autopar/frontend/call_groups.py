@@ -141,8 +141,8 @@ Returned = Literal["itself", "a view"] | None
 
 
 class ReturnedOperands:
-    """What calls return of their operands. Calls of one kind are run once, without data, on tensors
-    like the operands that share no memory."""
+    """Which operands a call's results alias, found by running each kind of call once, on tensors
+    without data that are like the operands and share no memory."""
 
     def __init__(self) -> None:
         self._known: dict[Any, list[Returned]] = {}

@@ -1,7 +1,7 @@
 """Memory that convolutions take on a CPU beside their operands and results.
 
 oneDNN copies operands and results into blocked layouts, which depend on channels, strides, the
-batch and the processor. Small convolutions are run once, on zeros, and their allocations summed.
+batch and the processor. Small convolutions are run on zeros, and their peak allocation is taken.
 Large ones have formulas for the copies, which hold closely from 16 channels and 8 rows upwards, and
 are rough for strided convolutions with fewer channels and for gradients of weights.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.base.allocations import is_recording
+from autopar.base.torch_private import is_profiling
 from autopar.rules.measured import MOST_MEASURED, measured_scratch
 from autopar.rules.traced import register_traced
 
@@ -99,13 +99,13 @@ def _backward_copies(_: Any, args: tuple[Any, ...], num_threads: int) -> int:
 
 
 def _forward_scratch(y: Tensor, args: tuple[Any, ...], num_threads: int) -> int:
-    if _work(y, args[1]) > MOST_MEASURED or is_recording():
+    if _work(y, args[1]) > MOST_MEASURED or is_profiling():
         return _forward_copies(y, args, num_threads)
     return measured_scratch(torch.ops.aten.convolution.default, args, num_threads)
 
 
 def _backward_scratch(results: Any, args: tuple[Any, ...], num_threads: int) -> int:
-    if sum(args[-1][:2]) * _work(args[0], args[2]) > MOST_MEASURED or is_recording():
+    if sum(args[-1][:2]) * _work(args[0], args[2]) > MOST_MEASURED or is_profiling():
         return _backward_copies(results, args, num_threads)
     return measured_scratch(torch.ops.aten.convolution_backward.default, args, num_threads)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from autopar.base.allocations import Recording
+from autopar.base.torch_private import pytree
 
 MOST_MEASURED = 1e9
 """Multiplications and additions of a call that is worth running; some tens of milliseconds."""
@@ -22,7 +22,7 @@ def measured_scratch(operator: Any, args: tuple[Any, ...], num_threads: int) -> 
     beyond its results. Alike calls are run once in a process.
 
     For operators that may be called with any numbers and draw none. The caller asks
-    `autopar.base.allocations.is_recording` before, as no other profiler may run.
+    `autopar.base.torch_private.is_profiling` before, as no other profiler may run.
     """
     return _measured(operator, tuple(map(_Like.of, args)), num_threads)
 
@@ -64,5 +64,7 @@ def _measured(operator: Any, args: tuple[Any, ...], num_threads: int) -> int:
         changes = recording.end()
     finally:
         torch.set_num_threads(before)
-    made = sum(result.nbytes for result in tree_leaves(results) if isinstance(result, Tensor))
+    made = sum(
+        result.nbytes for result in pytree.tree_leaves(results) if isinstance(result, Tensor)
+    )
     return max(max(itertools.accumulate(changes, initial=0)) - made, 0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autopar.base.allocations import is_recording
+from autopar.base.torch_private import is_profiling
 from autopar.ir.graph import Op, Value
 from autopar.rules.derivative import KEEPS_FACTORS
 from autopar.rules.elementwise import broadcast_layout
@@ -159,7 +159,7 @@ def _trilinear_scratch(_: Any, args: tuple[Any, ...], num_threads: int) -> int:
         for dim in sorted(missing):
             shape.insert(dim, 1)
         sizes.append(shape)
-    if 2.0 * math.prod(map(max, *sizes)) > MOST_MEASURED or is_recording():
+    if 2.0 * math.prod(map(max, *sizes)) > MOST_MEASURED or is_profiling():
         return 0
     return measured_scratch(torch.ops.aten._trilinear.default, args, num_threads)
 
