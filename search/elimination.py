@@ -19,6 +19,7 @@ one, and the work and memory of a program are known exactly before it runs.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,10 @@ Scope = tuple[int, ...]  # ascending nodes, one for each dim of a table
 MAX_DIMS = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
 """The most dims of an array. An order that joins more counts as one of infinite size, though most
 may have a single choice: `autopar.search.reduction` leaves such nodes out."""
+
+
+MAX_PROGRAMS = 16
+"""How many programs are kept."""
 
 
 class TableTooLargeError(SearchError):
@@ -66,9 +71,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """An order compiled for the identities of one problem's tables.
+    """An order compiled for a pattern of tables.
 
-    leaves: for each input table, a node or an edge that has it. num_operations: additions over all
+    leaves: those of the pattern. num_operations: additions over all
     distinct steps. size_bytes: the size of all distinct results.
     """
 
@@ -183,30 +188,66 @@ class Values:
     optimum: float
 
 
-def compile_order(
-    order: Order,
-    node_costs: Sequence[Array],
-    edge_costs: Mapping[Edge, Array],
-    node_keys: Sequence[object] | None = None,
-) -> Program:
-    """Compile an elimination order, by the identity of the tables alone.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pattern:
+    """The graph of a problem and the identity of its tables, all that programs depend on.
 
-    node_keys: equal for nodes that have the same cost array in every run; by default the ids of the
-    arrays in ``node_costs``.
+    nodes: the number of each node's table; edges: that of each edge. leaves: for each table, a node
+    or an edge that has it; shapes: its shape.
     """
-    keys = [id(cost) for cost in node_costs] if node_keys is None else node_keys
-    builder = _Builder()
-    position = [0] * len(node_costs)
+
+    nodes: tuple[Ref, ...]
+    edges: tuple[tuple[Edge, Ref], ...]
+    leaves: tuple[int | Edge, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(
+        cls,
+        node_costs: Sequence[Array],
+        edge_costs: Mapping[Edge, Array],
+        node_keys: Sequence[object] | None = None,
+    ) -> Pattern:
+        """The pattern of some tables.
+
+        node_keys: equal for nodes that have the same cost array in every run; by default the ids of
+        the arrays in ``node_costs``.
+        """
+        keys = [id(cost) for cost in node_costs] if node_keys is None else node_keys
+        numbers: dict[object, Ref] = {}
+        leaves: list[int | Edge] = []
+        shapes: list[tuple[int, ...]] = []
+
+        def number(key: object, place: int | Edge, table: Array) -> Ref:
+            ref = numbers.setdefault(key, len(leaves))
+            if ref == len(leaves):
+                leaves.append(place)
+                shapes.append(table.shape)
+            return ref
+
+        nodes = [number((0, keys[node]), node, cost) for node, cost in enumerate(node_costs)]
+        edges = [(edge, number((1, id(cost)), edge, cost)) for edge, cost in edge_costs.items()]
+        return cls(
+            nodes=tuple(nodes), edges=tuple(edges), leaves=tuple(leaves), shapes=tuple(shapes)
+        )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """K_i, the number of choices of each node."""
+        return tuple([self.shapes[ref][0] for ref in self.nodes])
+
+
+def compile_order(order: Order, pattern: Pattern) -> Program:
+    """Compile an elimination order for all problems of a pattern."""
+    builder = _Builder(pattern.shapes)
+    position = [0] * len(pattern.nodes)
     for index, node in enumerate(order.nodes):
         position[node] = index
     buckets: list[list[tuple[Scope, Ref]]] = [
-        [((node,), builder.leaf((0, keys[node]), node, cost.shape))]
-        for node, cost in enumerate(node_costs)
+        [((node,), ref)] for node, ref in enumerate(pattern.nodes)
     ]
-    for (i, j), table in edge_costs.items():
-        first = i if position[i] < position[j] else j
-        buckets[first].append(((i, j), builder.leaf((1, id(table)), (i, j), table.shape)))
-    places = builder.finish_leaves()
+    for (i, j), ref in pattern.edges:
+        buckets[i if position[i] < position[j] else j].append(((i, j), ref))
     steps: list[Step] = []
     for node in order.nodes:
         factors = tuple(buckets[node])
@@ -217,7 +258,7 @@ def compile_order(
             buckets[min(scope, key=position.__getitem__)].append((scope, result))
     return Program(
         order=order,
-        leaves=places,
+        leaves=pattern.leaves,
         operations=tuple(builder.operations),
         steps=tuple(steps),
         num_operations=builder.num_operations,
@@ -228,24 +269,12 @@ def compile_order(
 class _Builder:
     """Numbers tables so that identical ones share a number."""
 
-    def __init__(self) -> None:
+    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
         self.operations: list[Operation] = []
         self.num_operations = 0.0
         self.size_bytes = 0.0
-        self._leaves: dict[object, Ref] = {}
-        self._places: list[int | Edge] = []
-        self._shapes: list[tuple[int, ...]] = []
+        self._shapes = list(shapes)
         self._known: dict[object, Ref] = {}
-
-    def leaf(self, key: object, place: int | Edge, shape: tuple[int, ...]) -> Ref:
-        ref = self._leaves.setdefault(key, len(self._places))
-        if ref == len(self._places):
-            self._places.append(place)
-            self._shapes.append(shape)
-        return ref
-
-    def finish_leaves(self) -> tuple[int | Edge, ...]:
-        return tuple(self._places)
 
     def step(self, node: int, scope: Scope, factors: Sequence[tuple[Scope, Ref]]) -> Ref:
         place = {other: index + 1 for index, other in enumerate(scope)}
@@ -278,11 +307,22 @@ def best_program(
     edge_costs: Mapping[Edge, Array],
     node_keys: Sequence[object] | None = None,
 ) -> Program:
-    """The program with the least distinct work among the orders worth compiling."""
-    orders = candidate_orders([len(cost) for cost in node_costs], edge_costs)
+    """The program with the least distinct work among the orders worth compiling; ``node_keys`` as
+    in `Pattern.of`. It is kept, as a model is searched on many meshes and by many prices."""
+    return _best_program(Pattern.of(node_costs, edge_costs, node_keys))
+
+
+@functools.lru_cache(maxsize=MAX_PROGRAMS)
+def _best_program(pattern: Pattern) -> Program:
+    orders = _orders(pattern.sizes, tuple([edge for edge, _ in pattern.edges]))
     limit = 3 * orders[0].num_operations
     worth = [order for order in orders if order.num_operations <= limit]
     if orders[0].largest_table > HOPELESS:
         worth = worth[:1]
-    programs = [compile_order(order, node_costs, edge_costs, node_keys) for order in worth]
+    programs = [compile_order(order, pattern) for order in worth]
     return min(programs, key=lambda program: program.num_operations)
+
+
+@functools.lru_cache(maxsize=MAX_PROGRAMS)
+def _orders(sizes: tuple[int, ...], edges: tuple[Edge, ...]) -> list[Order]:
+    return candidate_orders(sizes, edges)

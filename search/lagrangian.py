@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.search.elimination import Program, best_program, compile_order
+from autopar.search.elimination import Pattern, Program, best_program, compile_order
 from autopar.search.linear import LinearProgram
 from autopar.search.linear_solver import solve_linear
 from autopar.search.problem import Array, Problem
@@ -93,7 +93,7 @@ class Lagrangian:
         for node in range(self.problem.num_nodes):
             if node < limits.get(self.problem.group(node), 0):
                 costs[node] = earlier[node]
-        program = compile_order(self.program.order, costs, self.problem.edge_costs)
+        program = compile_order(self.program.order, Pattern.of(costs, self.problem.edge_costs))
         return self._solve(program, prices, costs)
 
     def _solve(self, program: Program, prices: Sequence[float], costs: list[Array]) -> Point:

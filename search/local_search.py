@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from autopar.search.elimination import compile_order
+from autopar.search.elimination import Pattern, compile_order
 from autopar.search.ordering import Rule, simulate
 from autopar.search.problem import Array, Problem
 from autopar.search.solver import Progress
@@ -152,7 +152,7 @@ def _solve_free(
                 edges[place[node], place[other]] = table
         costs.append(total)
     sizes = [len(cost) for cost in costs]
-    program = compile_order(simulate(sizes, edges, Rule.LEAST_WORK), costs, edges)
+    program = compile_order(simulate(sizes, edges, Rule.LEAST_WORK), Pattern.of(costs, edges))
     found = program.assignment(program.run(costs, edges, 1 << 28, progress.check))
     chosen = list(assignment)
     for node, choice in zip(free, found):

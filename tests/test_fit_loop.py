@@ -33,6 +33,7 @@ def fit() -> Any:
     found: Any = object.__new__(Fit)
     found.heap, found.postponed, found.ratios, found.numbers = [], [], {}, iter(range(99))
     found.cutoff_s = found.decided_s = math.inf
+    found.longest_try_s = 0.0
     found.deadline = NEVER
     found.num_late, found.max_late = 0, MAX_LATE
     found.setting = SimpleNamespace(budget_bytes=10.0, end=NEVER)

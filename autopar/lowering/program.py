@@ -62,7 +62,7 @@ def lower(
     ``blocks``: contiguous runs of the graph's ops, in place of its own blocks. ``kept``: for each
     block that recomputes, the values that it keeps (`autopar.lowering.joint`). ``may_join``: the
     schedule runs nothing between I and W of a block, so blocks that recompute may join them.
-    ``traces``: those of an earlier program of this strategy; new ones are added.
+    ``traces``: those of earlier programs of this strategy and these blocks; new ones are added.
     """
     traces = Traces() if traces is None else traces
     return _Lowering(
@@ -72,10 +72,15 @@ def lower(
 
 @dataclass(slots=True)
 class Traces:
-    """The joint graphs of a strategy's blocks: by signature, and by name of the block."""
+    """What the programs of one strategy have in common, whatever their blocks recompute.
+
+    Of its blocks the joint graphs, by signature and by name, and with several micro-batches the
+    strategy with the axis in time, if it was lowered before.
+    """
 
     known: dict[str, Joint] = field(default_factory=dict)
     of_block: dict[str, Joint] = field(default_factory=dict)
+    over_time: Strategy | None = None
 
 
 class _Lowering:
@@ -96,7 +101,7 @@ class _Lowering:
         self.device = device
         self.training = training
         self.kernels: list[Kernel] = []
-        self.known: dict[str, int] = {}
+        self.known: dict[tuple[Joint, tuple[str, ...] | None], int] = {}
         self.moves: dict[Redistribution, int] = {}
         self.strides: dict[int, tuple[int, ...]] = {}
         self.totals: list[OutputProgram] = []
@@ -184,13 +189,9 @@ class _Lowering:
         return TensorMeta(shape=shape, stride=stride, dtype=value.dtype)
 
     def _block_kernel(self, block: Block, interface: BlockInterface) -> int:
-        signature = block_signature(self.strategy, block, interface, self.strides)
+        joint = self._joint(block, interface)
         kept = self.kept.get(block.name)
-        key = signature if kept is None else f"{signature}\nkept {sorted(kept)}"
-        joint = self.traces.known.get(signature)
-        if joint is None:
-            joint = self.traces.known[signature] = self._joint(block, interface)
-        self.traces.of_block[block.name] = joint
+        key = joint, None if kept is None else tuple(sorted(kept))
         if key not in self.known:
             try:
                 kernel = joint.kernel(kept, may_join=self.may_join and kept is not None)
@@ -202,6 +203,16 @@ class _Lowering:
         return self.known[key]
 
     def _joint(self, block: Block, interface: BlockInterface) -> Joint:
+        """The joint graph of a block, traced once for all that have its signature."""
+        traces = self.traces
+        if block.name not in traces.of_block:
+            signature = block_signature(self.strategy, block, interface, self.strides)
+            if signature not in traces.known:
+                traces.known[signature] = self._traced(block, interface)
+            traces.of_block[block.name] = traces.known[signature]
+        return traces.of_block[block.name]
+
+    def _traced(self, block: Block, interface: BlockInterface) -> Joint:
         values = [self.graph.values[i] for i in (*interface.inputs, *interface.parameters)]
         try:
             return trace_joint(

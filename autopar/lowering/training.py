@@ -49,8 +49,9 @@ def lower_training(
             f"schedule {schedule.name!r} has {schedule.shape.num_stages} stages, but the graph is "
             f"cut into {stages.num_stages}"
         )
+    traces = Traces() if traces is None else traces
     if num_microbatches > 1:
-        strategy = Microbatches(strategy.analysis, num_microbatches).cut(strategy)
+        strategy = _over_time(strategy, num_microbatches, traces)
     early = update if update is not None and update.is_early else None
     is_split = pipeline is not None and any(
         entry.action.kind is Kind.W for steps in pipeline[1].devices for entry in steps
@@ -65,3 +66,13 @@ def lower_training(
     if early is not None:
         program = with_early_update(program, early, tile_bytes=tile_bytes, in_steps=in_steps)
     return with_compiled(program, compiled)
+
+
+def _over_time(strategy: Strategy, num_microbatches: int, traces: Traces) -> Strategy:
+    """The strategy with the axis in time; kept in its traces, as what it releases and scatters
+    changes no placement."""
+    known = traces.over_time
+    if known is None or known.analysis is not strategy.analysis:
+        known = traces.over_time = Microbatches(strategy.analysis, num_microbatches).cut(strategy)
+    asked = strategy.assignment
+    return known.keeping(released=asked.released, scattered=asked.scattered)

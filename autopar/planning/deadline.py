@@ -23,6 +23,13 @@ class Deadline:
         """Seconds of processor time until then, negative afterwards."""
         return self.at_s - time.process_time()
 
+    def after(self, share: float) -> Deadline:
+        """The deadline after a share of its time."""
+        limit_s = share * self.limit_s
+        return (
+            self if self.at_s == math.inf else Deadline(self.at_s - self.limit_s + limit_s, limit_s)
+        )
+
 
 NEVER = Deadline(math.inf, math.inf)
 

@@ -24,6 +24,7 @@ import functools
 import heapq
 import itertools
 import math
+import time
 from dataclasses import dataclass, replace
 
 from autopar.base.errors import AutoparError, ConstraintError, MovementError
@@ -104,6 +105,8 @@ class Fit:
         """The least time of an option whose recomputation was counted to fit."""
         self.lowering = OptionLowering(search)
         self.known = KnownStrategies(search, self.lowering)
+        self.longest_try_s = 0.0
+        """The most seconds of processor time that one option took."""
         self.least_moved_bytes: int | None = None
         """The least memory with which a program that was lowered runs if everything moves."""
         self.postponed: list[Postponed] = []
@@ -118,12 +121,15 @@ class Fit:
         """The fastest option that fits; raises ConstraintError if none does."""
         found: Fitted | None = None
         while self._has_more(found):
+            begun_s = time.process_time()
             try:
                 fitted = self._next(found)
             except AutoparError:
                 if found is None:
                     raise
                 continue  # what was found is a plan
+            finally:
+                self.longest_try_s = max(self.longest_try_s, time.process_time() - begun_s)
             if fitted is not None and fitted.option.time_s < self.cutoff_s:
                 found, self.cutoff_s = fitted, fitted.option.time_s
         if found is None:

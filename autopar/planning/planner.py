@@ -32,7 +32,7 @@ from autopar.lowering.types import RankProgram
 from autopar.passes.prepare import Prepared, prepare
 from autopar.planning.baselines import Baselines
 from autopar.planning.constraints import Constraint, narrow
-from autopar.planning.deadline import Deadline
+from autopar.planning.deadline import Deadline, deadline_in
 from autopar.planning.fit import Fit
 from autopar.planning.option import Fitted
 from autopar.planning.peers import price_peers
@@ -61,6 +61,9 @@ MIN_LOSS, MIN_EXPOSED = 0.01, 0.1
 """Micro-batches are searched if the memory costs more than `MIN_LOSS` of a step, and on several
 nodes pipelines too if it does, or if `MIN_EXPOSED` of a step is exposed communication; on unequal
 islands always."""
+TRY_SHARE = 1.5
+"""A better plan is begun if so many times as long is left as the longest try of an option took: it
+may take as long, and is compared with the known strategies."""
 LEAST_AFTER_CAPTURE = 0.5
 """The least share of the time limit that is left after the capture."""
 
@@ -208,18 +211,28 @@ def _fitted(setting: Setting, asked: Space) -> tuple[Search, Fitted]:
         fits.append(Fit(search, moves=moves, cutoff_s=_fastest_s(found), deadline=deadline))
         found.extend(_tried(fits[-1]))
 
+    def reserve_s() -> float:
+        """Seconds before the end of the time in which no better plan is begun, so that it ends in
+        time."""
+        return TRY_SHARE * max((fit.longest_try_s for fit in fits), default=0.0)
+
+    def time_left_s() -> float:
+        return setting.end.left_s - reserve_s()
+
     is_last = space.leaves_microbatches and not search.pricing.may_fit(search.options[0])
     is_tight = space.leaves_microbatches and not search.pricing.fits(search.options[0])
     if not is_last:
         attempt(search, moves=bool(space.offload), deadline=search.deadline if is_tight else None)
     was_cut = space.leaves_microbatches and search.deadline.is_over
-    opened = search if space.is_open else _opened(search, found, asked)
+    opened = search if space.is_open else _opened(search, found, asked, reserve_s())
     if opened is not None and opened is not search:
-        attempt(opened, moves=bool(space.offload))
+        deadline = deadline_in(time_left_s()) if found else None
+        attempt(opened, moves=bool(space.offload), deadline=deadline)
     if opened is not None and (space.is_open or opened.space.has_pipelines):
-        found += _without_pipeline(opened, found, skips_whole=not space.is_open)
+        found += _without_pipeline(opened, found, time_left_s(), skips_whole=not space.is_open)
     if is_last and search.options[0].time_s < _fastest_s(found):
-        attempt(search, moves=bool(space.offload), deadline=setting.end if found else None)
+        deadline = deadline_in(time_left_s()) if found else None
+        attempt(search, moves=bool(space.offload), deadline=deadline)
     if not found and was_cut:
         search = Search(setting, is_patient=True).run()
         attempt(search, moves=bool(space.offload))
@@ -269,18 +282,22 @@ def _failure(fits: Sequence[Fit]) -> ConstraintError:
 
 
 def _without_pipeline(
-    search: Search, found: Sequence[tuple[Search, Fitted]], *, skips_whole: bool
+    search: Search,
+    found: Sequence[tuple[Search, Fitted]],
+    time_left_s: float,
+    *,
+    skips_whole: bool,
 ) -> list[tuple[Search, Fitted]]:
     """The fastest plan without a pipeline that fits; none unless an open space has options without
     one that are faster by estimate than what it ``found``.
 
     Such options did not fit as they were. The search of an open space shrinks each a few times
     only, that of a single point goes on until a sharding fits. ``skips_whole``: the whole batch at
-    once has such a search of its own.
+    once has such a search of its own. With a plan, a better one is begun in ``time_left_s``.
     """
     setting, space = search.setting, search.space
     time_s = _fastest_s(found)
-    if found and not setting.has_time_left:
+    if found and time_left_s <= 0:
         return []
     faster = [
         each.combination
@@ -294,8 +311,8 @@ def _without_pipeline(
     setting.progress(f"search without a pipeline, {num} micro-batches")
     point = replace(setting, space=replace(space, is_open=False, num_microbatches=num))
     try:
-        alone = Search(point.with_what_is_left() if found else point, time_s).run()
-        deadline = setting.end if found else None
+        alone = Search(point.with_time(time_left_s) if found else point, time_s).run()
+        deadline = alone.setting.end if found else None
         fitted = Fit(alone, moves=bool(space.offload), cutoff_s=time_s, deadline=deadline).best()
     except AutoparError:
         return []
@@ -303,7 +320,9 @@ def _without_pipeline(
     return [(search, fitted)]
 
 
-def _opened(search: Search, found: Sequence[tuple[Search, Fitted]], asked: Space) -> Search | None:
+def _opened(
+    search: Search, found: Sequence[tuple[Search, Fitted]], asked: Space, reserve_s: float
+) -> Search | None:
     """A search over micro-batches, and perhaps pipelines, if they were ``asked`` for, or what was
     ``found`` for the whole batch at once leaves something to win by them; see `MIN_LOSS`. None too
     if the user fixed them."""
@@ -326,7 +345,7 @@ def _opened(search: Search, found: Sequence[tuple[Search, Fitted]], asked: Space
     setting.progress(f"search micro-batches{' and pipelines' * pipes}")
     try:
         several = Search(
-            setting.opened(opened, has_plan=bool(found)), _fastest_s(found),
+            setting.opened(opened, has_plan=bool(found), reserve_s=reserve_s), _fastest_s(found),
             search.unrestricted[1, 1],
         ).run()  # fmt: skip
     except ConstraintError:

@@ -42,7 +42,7 @@ from autopar.planning.pipelines import is_extra, pipelines, without_pipeline
 from autopar.planning.ranking import rank
 from autopar.planning.refinement import refined, worth_refining
 from autopar.planning.setting import Setting
-from autopar.planning.sharding_search import search_meshes
+from autopar.planning.sharding_search import search_meshes, unlike_a_node
 from autopar.planning.space import PipelineChoice
 from autopar.planning.staging import stage_costs
 from autopar.planning.within_layers import LEAST_GAIN as LEAST_DIVIDED_GAIN
@@ -50,6 +50,7 @@ from autopar.planning.within_layers import even_step_s
 from autopar.pricing.candidate import Candidate
 from autopar.pricing.exposure import ALL_EXPOSED
 from autopar.pricing.problem import PricedGraph, price_graph
+from autopar.pricing.step_time import time_parts
 from autopar.schedules.generators.forms import Form
 from autopar.schedules.generators.lower_bound import lower_bound_s
 
@@ -57,6 +58,8 @@ MARGIN = 0.8
 """Fraction of the memory that a search may fill before memory is counted, which finds more."""
 MAX_FEWEST_MESHES = 3
 """The meshes on which the fewest micro-batches are searched that fit."""
+AS_FAST = 0.01
+"""Meshes on which a step takes so much longer at most count as equally fast."""
 LEAST_GAIN = 1e-6
 """A better order is worth keeping if it saves at least this share of a step."""
 
@@ -121,9 +124,8 @@ class Search:
         first of them, and while that is faster than the plan. Returns what was searched.
         """
         done, deadline = set[Combination](), deadline_in(self.deadline.limit_s / 2)
-        ranked_meshes = [each.mesh for each in sorted(self.whole, key=rank) if each.is_found]
         num_meshes = 1 if self.has_plan else MAX_FEWEST_MESHES
-        meshes = list(dict.fromkeys(ranked_meshes))[:num_meshes]
+        meshes = self._fastest_meshes()[:num_meshes]
         alone = [each for each in order if each.num_devices == 1 and each.mesh in meshes]
         for num in sorted({each.num_microbatches for each in alone} - {1}):
             known_s = self.best_s
@@ -136,6 +138,21 @@ class Search:
             if deadline.is_over or (is_found and self.best_s >= known_s):
                 break
         return done
+
+    def _fastest_meshes(self) -> list[Mesh]:
+        """The meshes of the whole batch at once, the fastest first; of those that are as fast, the
+        ones with an axis in a node come first, as they have more to choose from in less memory."""
+        found = sorted((each for each in self.whole if each.is_found), key=rank)
+        if not found:
+            return []
+        fast_s = (1 + AS_FAST) * time_parts(found[0]).step_s
+
+        def order(each: Candidate) -> tuple[float, float, bool]:
+            mesh, step_s = each.mesh, time_parts(each).step_s
+            unlike = unlike_a_node(self.setting.cluster, mesh)
+            return max(fast_s, step_s), unlike, mesh.num_axes == 1
+
+        return list(dict.fromkeys(each.mesh for each in sorted(found, key=order)))
 
     def _refine(self) -> None:
         """Add options with better orders of the fastest pipelines, and note what is proved."""

@@ -121,19 +121,25 @@ class Setting:
             routes=self.routes,
         )  # fmt: skip
 
-    def opened(self, space: Space, *, has_plan: bool) -> Setting:
-        """The setting with another space, its ops priced for it, and what is left of the time.
+    def opened(self, space: Space, *, has_plan: bool, reserve_s: float = 0.0) -> Setting:
+        """The setting with another space, its ops priced for it, and what is left of the time but
+        for ``reserve_s``.
 
         Without a plan to beat, its searches have a larger share of the limit at least.
         """
         compute = self.compute if self.measure is None else self.measure(space)
         least_share = LEAST_OPENED_SHARE if has_plan else LEAST_WITHOUT_PLAN
-        return replace(self, space=space, compute=compute).with_what_is_left(least_share)
+        opened = replace(self, space=space, compute=compute)
+        return opened.with_what_is_left(least_share, reserve_s)
 
-    def with_what_is_left(self, least_share: float = LEAST_OPENED_SHARE) -> Setting:
-        """The setting whose time limit is what is left of this one's, and at least a share."""
-        left_s = max(self.end.left_s, least_share * self._limit_s)
-        return replace(self, time_limit_s=left_s, begun_s=time.process_time())
+    def with_what_is_left(self, least_share: float, reserve_s: float = 0.0) -> Setting:
+        """The setting whose time limit is what is left of this one's but for ``reserve_s``, and at
+        least a share."""
+        return self.with_time(max(self.end.left_s - reserve_s, least_share * self._limit_s))
+
+    def with_time(self, limit_s: float) -> Setting:
+        """The setting whose time limit is so many seconds from now."""
+        return replace(self, time_limit_s=limit_s, begun_s=time.process_time())
 
     @property
     def _limit_s(self) -> float:

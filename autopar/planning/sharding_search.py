@@ -31,6 +31,9 @@ from autopar.pricing.step_time import time_parts
 from autopar.search import solve
 
 BUDGET_GAP = 5e-3
+TIGHT_SHARE = 1 / 2
+"""The share of its time in which a search without a memory limit, of which nothing is estimated to
+fit, goes through meshes."""
 
 
 def search_meshes(
@@ -43,11 +46,14 @@ def search_meshes(
     """The best strategies on each mesh without a memory limit; raises ConstraintError if none.
 
     Meshes are left out on which no step, computed once, is below ``known_s``, and after the
-    ``deadline``, of several axes first those whose last one is least like a node.
+    ``deadline``, of several axes first those whose last one is least like a node. It is after
+    `TIGHT_SHARE` of its time if nothing is estimated to fit as it is.
     """
     found: list[Candidate] = []
-    for mesh in sorted(meshes, key=lambda mesh: _unlike_a_node(setting.cluster, mesh)):
-        if found and deadline.is_over:
+    tight_deadline = deadline.after(TIGHT_SHARE)
+    for mesh in sorted(meshes, key=lambda mesh: unlike_a_node(setting.cluster, mesh)):
+        is_tight = not any(_is_an_option(setting, each) for each in found)
+        if found and (tight_deadline if is_tight else deadline).is_over:
             break
         setting.progress(f"search on mesh {mesh}")
         priced = price_graph(setting.pricing(cut, mesh))
@@ -63,7 +69,7 @@ def search_meshes(
     return sorted(found, key=lambda candidate: meshes.index(candidate.mesh))
 
 
-def _unlike_a_node(cluster: Cluster, mesh: Mesh) -> float:
+def unlike_a_node(cluster: Cluster, mesh: Mesh) -> float:
     """How far the last of several axes is from the devices of a node, in powers of two."""
     if mesh.num_axes == 1:
         return 0.0

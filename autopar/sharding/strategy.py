@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -205,6 +205,13 @@ class Strategy:
         self.replicated: Placements = (R,) * self.mesh.num_axes
         self._needs: dict[int, tuple[Placements, ...]] = {}
         self._supplies: dict[int, tuple[Placements, ...]] = {}
+
+    def keeping(self, *, released: frozenset[int], scattered: frozenset[int]) -> Strategy:
+        """The same placements with other parameters released and other gradients scattered."""
+        assignment = replace(self.assignment, released=released, scattered=scattered)
+        other = Strategy(self.analysis, assignment)
+        other._needs, other._supplies = self._needs, self._supplies
+        return other
 
     def needs(self, op: Op) -> tuple[Placements, ...]:
         """The placement that ``op`` needs of each operand."""

@@ -16,6 +16,7 @@ from autopar.base.errors import PlanError
 from autopar.frontend.capture import capture
 from autopar.ir.mesh import Mesh
 from autopar.lowering.program import Traces, lower
+from autopar.lowering.training import lower_training
 from autopar.lowering.types import RankProgram
 from autopar.passes.prepare import prepare
 from autopar.sharding.strategy import Strategy
@@ -86,6 +87,19 @@ def test_dropout_draws_the_same_numbers_again(mesh: Mesh) -> None:
     assert len(expected) == len(got) > 4
     for left, right in zip(expected, got):
         assert torch.equal(left, right)
+
+
+def test_traces_of_a_strategy_serve_what_it_releases_and_scatters() -> None:
+    """A program with traces is the same as one without."""
+    case, mesh = Case("gpt2", num_steps=1), Mesh(("x",), (2,))
+    strategy, traces = case.strategy(2, mesh, 7), Traces()
+    every = frozenset(value.index for value in strategy.graph.parameters)
+    for released, scattered in ((frozenset(), every), (every, frozenset()), (every, every)):
+        leaner = strategy.keeping(released=released, scattered=scattered)
+        again = lower_training(leaner, 2, traces=traces)
+        assert str(again) == str(lower_training(leaner, 2))
+        for name, chosen in (("released", released), ("scattered", scattered)):
+            assert any(getattr(p, name) for p in again.parameters) == bool(chosen)
 
 
 def test_results_of_collectives_are_kept_but_for_all_to_alls() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -60,6 +61,16 @@ def test_meshes_without_time_are_left_out_first_those_least_like_a_node() -> Non
     within = search_within(setting, found, 1e12, deadline=OVER)
     assert len(within) == 1
     assert len(search_within(setting, found, 1e12)) == len(meshes)
+
+
+def test_meshes_are_left_out_sooner_if_nothing_fits_as_it_is() -> None:
+    """Half of the time is over: whatever is found is a plan in the first setting alone."""
+    half = Deadline(time.process_time() + 100.0, 250.0)
+    roomy = setting_of(Space())
+    tight = setting_of(Space(), constraints=MemoryBudget(1 << 20))
+    for setting, least, most in ((roomy, 4, 4), (tight, 1, 1)):
+        found = search_meshes(setting, setting.prepared.cut(1), setting.space.meshes(NODES), half)
+        assert least <= len({each.mesh for each in found}) <= most
 
 
 class _Shown:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from autopar.search import Problem, SearchError, Status, solve
 from autopar.search.elimination import (
     MAX_DIMS,
+    Pattern,
     TableTooLargeError,
     best_program,
     compile_order,
@@ -62,7 +63,7 @@ def test_every_order_gives_the_same_optimum(problem):
     for rule in Rule:
         order = simulate(sizes_of(problem), problem.edge_costs, rule)
         assert sorted(order.nodes) == list(range(problem.num_nodes))
-        program = compile_order(order, problem.node_costs, problem.edge_costs)
+        program = compile_order(order, Pattern.of(problem.node_costs, problem.edge_costs))
         values = program.run(problem.node_costs, problem.edge_costs, math.inf)
         assert values.optimum == expected
 
@@ -98,6 +99,21 @@ def test_equal_layers_are_eliminated_once():
     distinct = best_program(*tables_of(copied(layered(64))))
     added = (many.num_operations - few.num_operations) / 56
     assert added < 0.1 * distinct.num_operations / 64
+
+
+def test_problems_of_one_pattern_share_a_program():
+    """Their numbers differ, and which tables are the same does not."""
+    one, other = layered(8), layered(8)
+    doubled = {id(cost): 2 * cost for cost in one.edge_costs.values()}
+    twice = Problem(
+        one.node_costs, {edge: doubled[id(cost)] for edge, cost in one.edge_costs.items()}
+    )
+    program = best_program(*tables_of(one))
+    assert program is best_program(*tables_of(other))
+    assert program is best_program(*tables_of(twice))
+    assert program is not best_program(*tables_of(copied(one)))
+    values = program.run(*tables_of(twice), math.inf)
+    assert values.optimum == solve(copied(twice)).cost
 
 
 def copied(problem):
