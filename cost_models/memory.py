@@ -50,6 +50,14 @@ class _Liveness:
     # Kept alive, so that ids of storages stay unique.
     kept: list[torch.UntypedStorage] = field(default_factory=list)
 
+    def overwrite(self, node: fx.Node) -> None:
+        """Count the result of a node as the memory of its first operand."""
+        self.of_node[node] = self.of_node[node.all_input_nodes[0]]
+        for value in _tensors(_value(node)):
+            storage = value.untyped_storage()
+            self.kept.append(storage)
+            self.of_key[id(storage)], *_ = self.of_node[node]
+
 
 def graph_memory(
     graph: fx.Graph,
@@ -59,18 +67,20 @@ def graph_memory(
     workspace_bytes: Callable[[fx.Node], int] | None = None,
     release_inputs: bool = False,
     allocator: Allocator | None = None,
+    is_in_place: Callable[[fx.Node], bool] = lambda node: False,
 ) -> GraphMemory:
     """Peak bytes of ``graph`` when it runs node by node.
 
     ``categories`` maps a node's name to the category of its storage; by default placeholders are
     INPUTS and everything else ACTIVATIONS. ``persistent`` are bytes outside the graph that live
     throughout (optimizer state, other stages' parameters). ``workspace_bytes`` gives the memory
-    that a node needs only while it runs. Inputs live to the end unless ``release_inputs``. Raises
-    CostError for a node without a value.
+    that a node needs only while it runs. A node that ``is_in_place`` has its result in the memory
+    of its first operand. Inputs live to the end unless ``release_inputs``. Raises CostError for a
+    node without a value.
     """
     rounding = allocator or Allocator()
     nodes = list(graph.nodes)
-    found = _liveness(nodes, dict(categories or {}), release_inputs, rounding)
+    found = _liveness(nodes, dict(categories or {}), release_inputs, rounding, is_in_place)
     base = {category: size for category, size in (persistent or {}).items() if size}
     changes: list[list[tuple[Category, int]]] = [[] for _ in range(len(nodes) + 1)]
     for storage in found.storages:
@@ -104,6 +114,7 @@ def _liveness(
     categories: dict[str, Category],
     release_inputs: bool,
     rounding: Allocator,
+    is_in_place: Callable[[fx.Node], bool],
 ) -> _Liveness:
     found = _Liveness()
     for index, node in enumerate(nodes):
@@ -116,6 +127,9 @@ def _liveness(
                     storage = found.storages[number]
                     storage.is_output = storage.category != Category.INPUTS
                     storage.last = len(nodes) - 1
+            continue
+        if is_in_place(node):
+            found.overwrite(node)
             continue
         found.of_node[node] = _storages_of(node, index, found, categories, rounding)
         if node.op in ("placeholder", "get_attr") and not release_inputs:

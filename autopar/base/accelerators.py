@@ -65,6 +65,11 @@ def default_generator(device: torch.device) -> torch.Generator:
     return generator
 
 
+def generator_bytes() -> int:
+    """Bytes of a CPU's memory that `kept_generators` holds: the state of its generator."""
+    return torch.default_generator.get_state().nbytes
+
+
 @contextlib.contextmanager
 def kept_generators(device: torch.device) -> Iterator[None]:
     """Restore the generators of the CPU and of ``device`` afterwards."""

@@ -31,6 +31,7 @@ from autopar.comm.ops import (
     assemble,
     digit_slice,
     disassemble,
+    is_overwritable,
 )
 from autopar.comm.timed import TimedCollectives, Waits
 from autopar.comm.transports.alone import AloneCollectives
@@ -312,7 +313,7 @@ def _all_reduce_in_place(group: Group) -> LocalFunction:
     copying = _all_reduce(group)
 
     def all_reduce(x: Tensor) -> Tensor:
-        if x.is_contiguous() and x.dtype is not torch.bool:
+        if is_overwritable(x):
             return _reduced(x, group)
         return copying(x)
 

@@ -252,6 +252,15 @@ def move(
     return x
 
 
+def is_overwritable(x: Tensor) -> bool:
+    """Whether an all-reduce may leave its result in ``x``: it is contiguous, and all of its memory.
+
+    Booleans are reduced as bytes, in a copy.
+    """
+    is_all = x.untyped_storage().nbytes() == x.numel() * x.element_size()
+    return is_all and x.is_contiguous() and x.dtype is not torch.bool
+
+
 def assemble(parts: Tensor, dim: int, outer: int) -> Tensor:
     """Shards ``[num, *local]`` to the whole tensor, split on ``dim`` inside ``outer``.
 

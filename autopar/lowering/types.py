@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement, Placements, State, format_placements
+from autopar.ir.random_ops import is_random
 from autopar.ir.update import Clipping
 from autopar.lowering.printing import collective_nodes, format_graph
 from autopar.schedules import PipelineShape, Schedule
@@ -328,6 +329,12 @@ class RankProgram:
     def num_ranks(self) -> int:
         """Ranks of all devices of the pipeline together."""
         return self.pipeline.num_devices * self.mesh.num_devices
+
+    @property
+    def is_random(self) -> bool:
+        """Whether an operator draws random numbers, so that a step restores the generators."""
+        graphs = (kernel.forward.graph for kernel in self.kernels)
+        return any(is_random(node) for graph in graphs for node in graph.nodes)
 
     def place(self, rank: int) -> tuple[int, int]:
         """The pipeline device of ``rank``, and its position on the mesh."""

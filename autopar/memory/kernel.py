@@ -10,11 +10,12 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from autopar.comm.footprint import workspace_bytes
-from autopar.comm.ops import COLLECTIVES
+from autopar.comm.ops import COLLECTIVES, is_overwritable
 from autopar.comm.transports.registry import traits_of
 from autopar.cost_models.allocator import Allocator, allocator_of
 from autopar.cost_models.hardware import DeviceSpec
 from autopar.cost_models.memory import graph_memory
+from autopar.lowering.in_place import may_work_in_place
 from autopar.lowering.types import Kernel, graphs_of
 from autopar.rules.traced import traced_of
 
@@ -73,7 +74,9 @@ def kernel_memory(kernel: Kernel, device: DeviceSpec) -> KernelMemory:
     def workspace(graph: fx.Graph) -> int:
         given = [n for n in graph.nodes if n.op == "placeholder"]
         inputs = sum(_storages(given, allocator).values())
-        found = graph_memory(graph, workspace_bytes=working, allocator=allocator)
+        found = graph_memory(
+            graph, workspace_bytes=working, allocator=allocator, is_in_place=_is_in_place
+        )
         return max(found.peak_bytes - inputs, 0)
 
     memory = KernelMemory()
@@ -147,6 +150,11 @@ def _collective_bytes(node: fx.Node, device_kind: str) -> int:
     assert isinstance(num, int)
     traits = traits_of(device_kind, num)
     return workspace_bytes(node.target, num, digits, _size(operand), _size(node), traits)
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    """Whether a node is an all-reduce that overwrites its operand."""
+    return may_work_in_place(node) and is_overwritable(node.all_input_nodes[0].meta["val"])
 
 
 def made_bytes(graph: fx.Graph, allocator: Allocator) -> int:

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.base.accelerators import generator_bytes
 from autopar.comm.transports.registry import traits_of
 from autopar.cost_models.allocator import Category, allocator_of, device_bytes
 from autopar.cost_models.hardware import DeviceSpec
@@ -148,6 +149,8 @@ class _Play:
                 if p.value in trained:
                     self.live[Category.OPTIMIZER_STATE] += stored * optimizer.num_states
         self.live[Category.BUFFERS] += buffer_bytes(program, self.allocator)
+        if program.is_random and device.kind == "cpu":
+            self.live[Category.WORKSPACE] += self.allocator.rounded(generator_bytes())
         for i in program.inputs:
             size = self.allocator.rounded(part_bytes(program, i.shape, i.placements, i.dtype))
             self.live[Category.INPUTS] += size

@@ -6,7 +6,8 @@ one fits (`autopar.planning.fit`). Unless the user fixes them, the whole batch a
 The search is made again over micro-batches where it does not fit, or only at a loss of time, and on
 several nodes over pipelines too where communication is exposed; over both in any case where
 ``schedule="auto"`` asks for them. A whole batch that is not estimated to fit as it is has a third
-of the time limit, and more only where nothing else fits.
+of the time limit, and more only where nothing else fits. With a plan, another is begun only if it
+can end in time, as far as the longest so far tells.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 In: a `Communicator` and graphs whose raw ops name mesh axes. Out: one Python function per graph,
 made once, in which each raw op is a call of a function of the communicator (no dispatcher, no
-look-up by name) and common ops are called by their Python bindings. An all-reduce works in place if
-its operand has no other reader. Of graphs that are to be compiled a second function is made, in
+look-up by name) and common ops are called by their Python bindings. Some all-reduces work in place
+(`autopar.lowering.in_place`). Of graphs that are to be compiled a second function is made, in
 which each region is one call.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor, fx
 
 from autopar.base.accelerators import default_generator, is_accelerator
 from autopar.base.errors import first_line
-from autopar.base.torch_private import copy_each, returns_views
+from autopar.base.torch_private import copy_each
 from autopar.comm.coalesced import (
     MAX_SCATTERS,
     Once,
@@ -35,12 +35,11 @@ from autopar.comm.groups import Communicator
 from autopar.comm.ops import (
     ALL_GATHER,
     ALL_REDUCE,
-    MASK,
     RAW_OPS,
-    SHARD,
 )
 from autopar.comm.transports.base import Collectives
 from autopar.ir.model_dropout import MODEL_DROPOUT, rows_dropped
+from autopar.lowering.in_place import may_work_in_place
 from autopar.lowering.joined_move import JoinedMove, joined_move
 from autopar.lowering.regions import Region, regions_of
 from autopar.lowering.route import Route
@@ -404,7 +403,7 @@ class ProcessMachine:
 
     def _bound_raw(self, node: fx.Node) -> Callable[[Tensor], Tensor]:
         _, label, _, *static = node.args
-        if node.target is ALL_REDUCE and _is_last_reader(node):
+        if may_work_in_place(node):
             return self.communicator.bind_in_place(str(label))
         return self.communicator.bind(node.target, str(label), *static)  # type: ignore[arg-type]
 
@@ -467,33 +466,8 @@ def labels_of(program: RankProgram) -> set[str]:
     return labels
 
 
-def has_random_ops(program: RankProgram) -> bool:
-    return any(random_nodes(kernel.forward) for kernel in program.kernels)
-
-
 def _on_device(module: fx.GraphModule, device: torch.device) -> dict[str, Any]:
     """The constants of a graph on a device; scalars stay on the CPU, as every kernel takes them."""
     names = {str(n.target) for n in module.graph.nodes if n.op == "get_attr"}
     held = {name: getattr(module, name) for name in names}
     return {n: t.to(device) if isinstance(t, Tensor) and t.dim() else t for n, t in held.items()}
-
-
-def _is_last_reader(node: fx.Node) -> bool:
-    """Whether the operand of ``node`` is memory made in this graph with no other reader."""
-    value = node.args[0]
-    while isinstance(value, fx.Node) and value.op == "call_function" and len(value.users) == 1:
-        if not _may_alias(value):
-            return True
-        value = value.args[0]
-    return False
-
-
-def _may_alias(node: fx.Node) -> bool:
-    if node.target in RAW_OPS:
-        return node.target in (SHARD, MASK)
-    if not hasattr(node.target, "_schema"):  # getitem
-        return True
-    tags = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded in tags:  # dropout with p = 0 is its input
-        return True
-    return returns_views(node.target)

@@ -35,11 +35,13 @@ def local_part(whole: Tensor, placements: Placements, mesh: Mesh, rank: int) -> 
     for dim, padding in paddings(placements, whole.shape, mesh).items():
         part = pad_end(part, dim, padding)
     splits = [(p, a) for a, p in enumerate(placements) if p.state is State.SHARD]
-    # Innermost splits first, so that the outer ones still have their global `outer`.
-    for placement, axis in sorted(splits, key=lambda s: -s[0].outer):
-        part = digit_slice(
-            part, mesh.axis_sizes[axis], coordinate[axis], placement.dim, placement.outer
-        )
+    cut: dict[int, int] = {}
+    # Outermost splits first: most are views then, and no copy is larger than the shard.
+    for placement, axis in sorted(splits, key=lambda s: s[0].outer):
+        dim, num = placement.dim, mesh.axis_sizes[axis]
+        outer = placement.outer // cut.setdefault(dim, 1)
+        part = digit_slice(part, num, coordinate[axis], dim, outer)
+        cut[dim] *= num
     return part.contiguous()
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from autopar.lowering.types import RankProgram
-from autopar.runtime.machine.process import has_random_ops
 from autopar.runtime.step.agreement import Agreement
 from autopar.runtime.step.executor import Executor
 
@@ -47,7 +46,7 @@ class Bound:
         return Bound(
             program=program,
             executor=executor,
-            is_random=has_random_ops(program),
+            is_random=program.is_random,
             parameters={
                 p.value: parameters[p.name] for p in program.parameters if p.name in parameters
             },
