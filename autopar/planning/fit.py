@@ -25,6 +25,7 @@ import heapq
 import itertools
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.base.errors import AutoparError, ConstraintError, MovementError
@@ -80,7 +81,7 @@ class Fit:
     """Lowers the options of a search until one fits; with ``moves``, tensors may be offloaded.
 
     Options that take ``cutoff_s``, the step of a plan that is known, or longer are of no use. After
-    an own ``deadline`` nothing more is tried.
+    an own ``deadline`` nothing more is tried. ``options``: some of the search's, by default all.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Fit:
         moves: bool,
         cutoff_s: float = math.inf,
         deadline: Deadline | None = None,
+        options: Sequence[Option] | None = None,
     ) -> None:
         self.search = search
         self.moves = moves
@@ -110,7 +112,7 @@ class Fit:
         self.least_moved_bytes: int | None = None
         """The least memory with which a program that was lowered runs if everything moves."""
         self.postponed: list[Postponed] = []
-        for option in search.options:
+        for option in search.options if options is None else options:
             self._push(option)
         limit = deadline_in(self.setting.lower_limit_s) if self.is_open else NEVER
         self.deadline = limit if deadline is None else deadline

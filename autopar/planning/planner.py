@@ -35,7 +35,7 @@ from autopar.planning.baselines import Baselines
 from autopar.planning.constraints import Constraint, narrow
 from autopar.planning.deadline import Deadline, deadline_in
 from autopar.planning.fit import Fit
-from autopar.planning.option import Fitted
+from autopar.planning.option import Fitted, Option
 from autopar.planning.peers import price_peers
 from autopar.planning.prediction import predict, redundant_ops, search_report
 from autopar.planning.schedule_search import Search
@@ -208,8 +208,18 @@ def _fitted(setting: Setting, asked: Space) -> tuple[Search, Fitted]:
     fits: list[Fit] = []
     found: list[tuple[Search, Fitted]] = []
 
-    def attempt(search: Search, *, moves: bool, deadline: Deadline | None = None) -> None:
-        fits.append(Fit(search, moves=moves, cutoff_s=_fastest_s(found), deadline=deadline))
+    def attempt(
+        search: Search,
+        *,
+        moves: bool,
+        deadline: Deadline | None = None,
+        options: Sequence[Option] | None = None,
+    ) -> None:
+        fits.append(
+            Fit(
+                search, moves=moves, cutoff_s=_fastest_s(found), deadline=deadline, options=options
+            )
+        )  # fmt: skip
         found.extend(_tried(fits[-1]))
 
     def reserve_s() -> float:
@@ -234,6 +244,14 @@ def _fitted(setting: Setting, asked: Space) -> tuple[Search, Fitted]:
     if is_last and search.options[0].time_s < _fastest_s(found):
         deadline = deadline_in(time_left_s()) if found else None
         attempt(search, moves=bool(space.offload), deadline=deadline)
+    while found and opened is not None and opened.late:
+        if time_left_s() < setting.combination_limit_s:
+            break
+        setting.progress("go on with what there was no time for")
+        options = opened.resume(time_left_s() / 2, _fastest_s(found))
+        if options:
+            deadline = deadline_in(time_left_s())
+            attempt(opened, moves=bool(space.offload), deadline=deadline, options=options)
     if not found and was_cut:
         search = Search(setting, is_patient=True).run()
         attempt(search, moves=bool(space.offload))

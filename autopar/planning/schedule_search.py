@@ -13,7 +13,8 @@ others. A space that is not open has one option, over all its meshes.
 - At last, unless a schedule is named, better orders of the fastest pipelines' actions are searched
   (`autopar.planning.refinement`).
 
-The search stops after `Setting.search_limit_s`, but not before it has an option or a plan to beat.
+The search stops after `Setting.search_limit_s`, but not before it has an option or a plan to beat;
+the planner lets it go on if lowering leaves time.
 A combination that takes long has fewer schedules simulated, so that others have their turn.
 """
 
@@ -91,6 +92,8 @@ class Search:
         self.left_out: dict[Mesh, list[Combination]] = {}
         self.times_s: dict[str, float] = {}
         self.reasons: dict[str, str] = {}
+        self.late: list[Combination] = []
+        """The combinations that there was no time for."""
         self.bound_s = 0.0
         """A lower bound on the step time of every option of an open space."""
         self.deadline = NEVER if is_patient else deadline_in(setting.search_limit_s)
@@ -113,9 +116,21 @@ class Search:
         for combination in order:
             if combination not in done:
                 self._consider(combination)
-        if self.space.schedule is None:
-            self._refine()
+        self._refine(self.options)
         return self
+
+    def resume(self, limit_s: float, best_s: float) -> list[Option]:
+        """Go on in an open space with the combinations that there was no time for, for ``limit_s``
+        seconds more; returns the options that may beat a plan of ``best_s``."""
+        self.best_s, self.has_plan = best_s, True
+        self.deadline = self.turn = deadline_in(limit_s)
+        late, self.late = self.late, []
+        num_known = len(self.options)
+        for combination in late:
+            self.reasons.pop(str(combination), None)
+            self._consider(combination)
+        self._refine(self.options[num_known:])
+        return [option for option in self.options[num_known:] if option.time_s < best_s]
 
     def _fewest_microbatches(self, order: Sequence[Combination]) -> set[Combination]:
         """Search the fewest micro-batches without a pipeline that are estimated to fit, and more
@@ -154,10 +169,13 @@ class Search:
 
         return list(dict.fromkeys(each.mesh for each in sorted(found, key=order)))
 
-    def _refine(self) -> None:
-        """Add options with better orders of the fastest pipelines, and note what is proved."""
+    def _refine(self, options: Sequence[Option]) -> None:
+        """Add options with better orders of the fastest pipelines among some, and note what is
+        proved; none if the schedule is named."""
+        if self.space.schedule is not None:
+            return
         deadline = deadline_in(self.setting.refine_limit_s)
-        for option in worth_refining([each for each in self.options if self.pricing.fits(each)]):
+        for option in worth_refining([each for each in options if self.pricing.fits(each)]):
             if deadline.is_over:
                 break
             assert option.staged is not None
@@ -255,6 +273,10 @@ class Search:
         if reason is None and combination.num_microbatches > fewest:
             reason = "fewer micro-batches fit, and without a pipeline they are no slower"
             self.left_out.setdefault(mesh, []).append(combination)
+        if reason is None and (self.options or self.has_plan) and self.deadline.is_over:
+            limit_s = self.deadline.limit_s
+            reason = f"not tried: the search reached its time limit of {limit_s:.3g} s"
+            self.late.append(combination)
         if reason is None:
             self._price(combination)
             self._divide(combination, self._price)
@@ -265,8 +287,6 @@ class Search:
         bound_s = self._bound_s(combination)
         if bound_s >= self.best_s:
             return f"takes at least {format_seconds(bound_s)}, even without communication"
-        if (self.options or self.has_plan) and self.deadline.is_over:
-            return f"not tried: the search reached its time limit of {self.deadline.limit_s:.3g} s"
         return None
 
     def _bound_s(self, combination: Combination) -> float:

@@ -156,6 +156,33 @@ def test_a_whole_batch_that_has_had_its_time_is_tried_again_where_nothing_else_f
     assert sum(found.prediction.memory_bytes.values()) <= budget.size_bytes
 
 
+def test_a_search_goes_on_with_what_there_was_no_time_for() -> None:
+    setting = setting_of(Space(is_open=True))
+    every, cut = Search(setting).run(), Search(setting)
+    cut.deadline = cut.turn = OVER
+    cut.run()
+    assert cut.late
+    assert len(cut.options) < len(every.options)
+    assert any("not tried" in why for why in cut.reasons.values())
+    best_s, num_known = cut.best_s, len(cut.options)
+    found = cut.resume(100.0, best_s)
+    assert not cut.late
+    assert not any("not tried" in why for why in cut.reasons.values())
+    assert all(option.time_s < best_s for option in found)
+    assert {*map(id, found)} <= {*map(id, cut.options[num_known:])}
+    assert cut.best_s == pytest.approx(every.best_s)
+    assert not cut.resume(100.0, best_s)
+
+
+def test_a_plan_uses_the_time_that_its_first_search_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first option alone is a third slower."""
+    prepared, space = setting_of(Space()).prepared, Space(is_open=True, schedule="1f1b")
+    free = make_planned(prepared, NODES, space).plan
+    monkeypatch.setattr("autopar.planning.setting.SEARCH_SHARE", 0.0)
+    found = make_planned(prepared, NODES, space).plan
+    assert found.prediction.step_time_s == pytest.approx(free.prediction.step_time_s, rel=1e-3)
+
+
 def test_a_search_shares_what_is_left_of_the_time() -> None:
     space = Space(is_open=True)
     setting = setting_of(Space(), time_limit_s=1000.0)
