@@ -165,8 +165,8 @@ def test_operators_see_operands_that_want_gradients(monkeypatch: pytest.MonkeyPa
         return plain(self)
 
     monkeypatch.setattr(RealCall, "__call__", watched)
-    x = TensorSpec((8, 4, 16), torch.float32, (16, 128, 1), True)
-    weight = TensorSpec((32, 16), torch.float32, None, True, True)
+    x = TensorSpec((8, 64, 256), torch.float32, (256, 2048, 1), True)
+    weight = TensorSpec((512, 256), torch.float32, None, True, True)
     times = measure_call(
         OpCall("aten.linear.default", (x, weight)), Cluster.detect(1).device, MeasureLimits()
     )
