@@ -39,8 +39,8 @@ MAX_DIMS = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
 may have a single choice: `autopar.search.reduction` leaves such nodes out."""
 
 
-MAX_PROGRAMS = 16
-"""How many programs are kept."""
+MAX_PROGRAMS = 4
+"""How many programs are kept: those of a mesh."""
 
 
 class TableTooLargeError(SearchError):

@@ -74,8 +74,8 @@ def lower(
 class Traces:
     """What the programs of one strategy have in common, whatever their blocks recompute.
 
-    Of its blocks the joint graphs, by signature and by name, and with several micro-batches the
-    strategy with the axis in time, if it was lowered before.
+    The joint graphs of its blocks, by signature and by name; and with several micro-batches the
+    strategy with the axis in time, once it was lowered.
     """
 
     known: dict[str, Joint] = field(default_factory=dict)

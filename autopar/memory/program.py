@@ -149,7 +149,7 @@ class _Play:
                 if p.value in trained:
                     self.live[Category.OPTIMIZER_STATE] += stored * optimizer.num_states
         self.live[Category.BUFFERS] += buffer_bytes(program, self.allocator)
-        if program.is_random and device.kind == "cpu":
+        if device.kind == "cpu" and program.is_random:
             self.live[Category.WORKSPACE] += self.allocator.rounded(generator_bytes())
         for i in program.inputs:
             size = self.allocator.rounded(part_bytes(program, i.shape, i.placements, i.dtype))

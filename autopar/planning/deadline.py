@@ -25,10 +25,10 @@ class Deadline:
 
     def after(self, share: float) -> Deadline:
         """The deadline after a share of its time."""
+        if self.at_s == math.inf:
+            return self
         limit_s = share * self.limit_s
-        return (
-            self if self.at_s == math.inf else Deadline(self.at_s - self.limit_s + limit_s, limit_s)
-        )
+        return Deadline(self.at_s - self.limit_s + limit_s, limit_s)
 
 
 NEVER = Deadline(math.inf, math.inf)
