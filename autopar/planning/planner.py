@@ -62,7 +62,7 @@ MIN_LOSS, MIN_EXPOSED = 0.01, 0.1
 """Micro-batches are searched if the memory costs more than `MIN_LOSS` of a step, and on several
 nodes pipelines too if it does, or if `MIN_EXPOSED` of a step is exposed communication; on unequal
 islands always."""
-TRY_SHARE = 1.5
+TRY_SHARE = 2.0
 """A better plan is begun if so many times as long is left as the longest try of an option took: it
 may take as long, and is compared with the known strategies."""
 LEAST_AFTER_CAPTURE = 0.5
@@ -244,11 +244,11 @@ def _fitted(setting: Setting, asked: Space) -> tuple[Search, Fitted]:
     if is_last and search.options[0].time_s < _fastest_s(found):
         deadline = deadline_in(time_left_s()) if found else None
         attempt(search, moves=bool(space.offload), deadline=deadline)
-    while found and opened is not None and opened.late:
-        if time_left_s() < setting.combination_limit_s:
+    while found and opened is not None and opened.promising(_fastest_s(found)):
+        if time_left_s() < 2 * setting.combination_limit_s:
             break
         setting.progress("go on with what there was no time for")
-        options = opened.resume(time_left_s() / 2, _fastest_s(found))
+        options = opened.resume(time_left_s() / 3, _fastest_s(found))
         if options:
             deadline = deadline_in(time_left_s())
             attempt(opened, moves=bool(space.offload), deadline=deadline, options=options)

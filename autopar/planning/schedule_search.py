@@ -61,6 +61,9 @@ MAX_FEWEST_MESHES = 3
 """The meshes on which the fewest micro-batches are searched that fit."""
 AS_FAST = 0.01
 """Meshes on which a step takes so much longer at most count as equally fast."""
+PROMISING = 1.25
+"""Combinations without a share of the time are searched later if they are guessed to take up to so
+many times as long as the plan; guesses know nothing of strategies."""
 LEAST_GAIN = 1e-6
 """A better order is worth keeping if it saves at least this share of a step."""
 
@@ -119,14 +122,20 @@ class Search:
         self._refine(self.options)
         return self
 
+    def promising(self, best_s: float) -> list[Combination]:
+        """The combinations that there was no time for, and that may beat a plan of ``best_s`` as
+        far as can be guessed; see `PROMISING`."""
+        guess_s = self.combinations.guess_s
+        return [each for each in self.late if guess_s(each) <= PROMISING * best_s]
+
     def resume(self, limit_s: float, best_s: float) -> list[Option]:
-        """Go on in an open space with the combinations that there was no time for, for ``limit_s``
+        """Go on in an open space with the combinations that are `promising`, for ``limit_s``
         seconds more; returns the options that may beat a plan of ``best_s``."""
         self.best_s, self.has_plan = best_s, True
         self.deadline = self.turn = deadline_in(limit_s)
-        late, self.late = self.late, []
+        promising, self.late = self.promising(best_s), []
         num_known = len(self.options)
-        for combination in late:
+        for combination in promising:
             self.reasons.pop(str(combination), None)
             self._consider(combination)
         self._refine(self.options[num_known:])

@@ -31,7 +31,7 @@ from autopar.pricing.step_time import time_parts
 from autopar.search import solve
 
 BUDGET_GAP = 5e-3
-TIGHT_SHARE = 1 / 2
+TIGHT_SHARE = 2 / 3
 """The share of its time in which a search without a memory limit, of which nothing is estimated to
 fit, goes through meshes."""
 
