@@ -72,10 +72,10 @@ def lower(
 
 @dataclass(slots=True)
 class Traces:
-    """What the programs of one strategy have in common, whatever their blocks recompute.
+    """The joint graphs of one strategy's blocks, to lower it again with other recomputation.
 
-    The joint graphs of its blocks, by signature and by name; and with several micro-batches the
-    strategy with the axis in time, once it was lowered.
+    By signature, and by the block's name. ``over_time``: with several micro-batches, the strategy
+    with the axis in time.
     """
 
     known: dict[str, Joint] = field(default_factory=dict)

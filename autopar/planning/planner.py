@@ -230,6 +230,10 @@ def _fitted(setting: Setting, asked: Space) -> tuple[Search, Fitted]:
     def time_left_s() -> float:
         return setting.end.left_s - reserve_s()
 
+    def in_time() -> Deadline | None:
+        """The deadline for beating what is found, if anything is."""
+        return deadline_in(time_left_s()) if found else None
+
     is_last = space.leaves_microbatches and not search.pricing.may_fit(search.options[0])
     is_tight = space.leaves_microbatches and not search.pricing.fits(search.options[0])
     if not is_last:
@@ -237,21 +241,18 @@ def _fitted(setting: Setting, asked: Space) -> tuple[Search, Fitted]:
     was_cut = space.leaves_microbatches and search.deadline.is_over
     opened = search if space.is_open else _opened(search, found, asked, reserve_s())
     if opened is not None and opened is not search:
-        deadline = deadline_in(time_left_s()) if found else None
-        attempt(opened, moves=bool(space.offload), deadline=deadline)
+        attempt(opened, moves=bool(space.offload), deadline=in_time())
     if opened is not None and (space.is_open or opened.space.has_pipelines):
         found += _without_pipeline(opened, found, time_left_s(), skips_whole=not space.is_open)
     if is_last and search.options[0].time_s < _fastest_s(found):
-        deadline = deadline_in(time_left_s()) if found else None
-        attempt(search, moves=bool(space.offload), deadline=deadline)
+        attempt(search, moves=bool(space.offload), deadline=in_time())
     while found and opened is not None and opened.promising(_fastest_s(found)):
         if time_left_s() < 2 * setting.combination_limit_s:
             break
         setting.progress("go on with what there was no time for")
         options = opened.resume(time_left_s() / 3, _fastest_s(found))
         if options:
-            deadline = deadline_in(time_left_s())
-            attempt(opened, moves=bool(space.offload), deadline=deadline, options=options)
+            attempt(opened, moves=bool(space.offload), deadline=in_time(), options=options)
     if not found and was_cut:
         search = Search(setting, is_patient=True).run()
         attempt(search, moves=bool(space.offload))
