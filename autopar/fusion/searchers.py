@@ -1,8 +1,7 @@
 """Searchers: which configurations a sweep trains, and for how many steps.
 
-A searcher is asked for a round of trials and told the value of each; it does not know how they are
-trained. Any object with the two methods of `Searcher` works, so samplers of other libraries can be
-wrapped.
+A searcher is asked for trials and told the value of each; it does not know how they are trained.
+Any object with the two methods of `Searcher` works, so samplers of other libraries can be wrapped.
 """
 
 from __future__ import annotations
@@ -94,14 +93,19 @@ class Request:
 
 
 class Searcher(Protocol):
-    """A source of rounds of trials. A trial that is missing from a round is finished."""
+    """A source of trials, which learns their values."""
 
     def ask(self) -> Sequence[Request]:
-        """The next round, of continued and new trials; empty when the search is over."""
+        """The trials to train besides those that are training: new ones, and some that go on.
+
+        It is called at first, and whenever trials have been told a value. It returns none until
+        more values are told, or when the search is over. A trial that has a value is finished if
+        the next answer that is not empty leaves it out.
+        """
         ...
 
     def tell(self, number: int, value: float) -> None:
-        """Report the value of a trial of this round; lower is better."""
+        """Report the value of a trial that has done its steps, or diverged; lower is better."""
         ...
 
 
@@ -148,13 +152,29 @@ class _Bracket:
     rungs: list[int]
     values: dict[int, float] = field(default_factory=dict)
 
+    def missing(self) -> list[int]:
+        """The trials that have no value yet."""
+        return [trial.number for trial in self.trials if trial.number not in self.values]
+
+    def begin_next(self, eta: int) -> None:
+        """Begin the next rung, of the best ``1 / eta`` of the trials; none after the last."""
+        self.rungs.pop(0)
+        num_kept = len(self.trials) // eta if self.rungs else 0
+        best = sorted(self.trials, key=lambda t: self.values[t.number])[:num_kept]
+        self.trials = [
+            Request(number=t.number, configuration=t.configuration, num_steps=self.rungs[0])
+            for t in sorted(best, key=lambda t: t.number)
+        ]
+        self.values = {}
+
 
 class Hyperband:
     """Hyperband (Li et al., JMLR 2018, algorithm 1): brackets of successive halving.
 
     Bracket ``s``, from ``s_max`` down to 0, starts ``n = ceil((s_max + 1) eta**s / (s + 1))``
     configurations with ``max_steps / eta**s`` steps each; from each rung the best ``1 / eta``
-    continue with ``eta`` times as many steps. A value of NaN ranks last.
+    continue with ``eta`` times as many steps. Brackets depend on each other in nothing and begin
+    together, so that their trials share arrays. A value of NaN ranks last.
 
     Raises InputError for ``max_steps`` below 1 or ``eta`` below 2.
     """
@@ -180,41 +200,40 @@ class Hyperband:
                 for _ in range(count)
             ]
             self._brackets.append(_Bracket(trials, rungs))
-        self._current: _Bracket | None = None
+        self._has_begun = self._is_told = False
 
     def ask(self) -> Sequence[Request]:
-        """The next rung of this bracket, or the first of the next; empty after the last bracket.
+        """At first the first rung of every bracket, then the next rung of those whose trials all
+        have values; empty until more are told, and after the last rungs.
 
-        Raises InputError where the next rung needs a value that is missing.
+        Raises InputError if values are missing, and none was told since the last answer.
         """
-        current = self._current
-        if current is not None and len(current.rungs) > 1:
-            missing = [t.number for t in current.trials if t.number not in current.values]
-            if missing:
-                raise InputError(
-                    f"trials {missing} of the round have no value yet; tell(number, value) all of "
-                    "them before the next ask()"
-                )
-            kept = len(current.trials) // self._eta
-            current.rungs.pop(0)
-            best = sorted(current.trials, key=lambda t: current.values[t.number])[:kept]
-            current.trials = [
-                Request(number=t.number, configuration=t.configuration, num_steps=current.rungs[0])
-                for t in sorted(best, key=lambda t: t.number)
-            ]
-            current.values = {}
-            if current.trials:
-                return list(current.trials)
-        self._current = self._brackets.pop(0) if self._brackets else None
-        return [] if self._current is None else list(self._current.trials)
+        if not self._has_begun:
+            self._has_begun = True
+            return [trial for bracket in self._brackets for trial in bracket.trials]
+        missing = [number for bracket in self._brackets for number in bracket.missing()]
+        if missing and not self._is_told:
+            raise InputError(
+                f"trials {missing} have no value yet; tell(number, value) those that have done "
+                "their steps before the next ask()"
+            )
+        self._is_told = False
+        ready = [bracket for bracket in self._brackets if not bracket.missing()]
+        for bracket in ready:
+            bracket.begin_next(self._eta)
+        self._brackets = [bracket for bracket in self._brackets if bracket.trials]
+        return [trial for bracket in ready for trial in bracket.trials]
 
     def tell(self, number: int, value: float) -> None:
-        """Report the value of a trial; raises InputError for one that is not in this round."""
-        if self._current is None or number not in {t.number for t in self._current.trials}:
-            raise InputError(
-                f"trial {number} is not in this round; tell() takes the trials that ask() returned"
-            )
-        self._current.values[number] = math.inf if math.isnan(value) else value
+        """Report the value of a trial; raises InputError for one that is not training."""
+        for bracket in self._brackets:
+            if number in {trial.number for trial in bracket.trials}:
+                bracket.values[number] = math.inf if math.isnan(value) else value
+                self._is_told = True
+                return
+        raise InputError(
+            f"trial {number} is not training; tell() takes the trials that ask() returned"
+        )
 
 
 def check_counts(**counts: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from autopar.fusion import (
 from autopar.fusion.array import Array
 from autopar.fusion.members import Member
 from autopar.fusion.searchers import Configuration
+from autopar.fusion.sweeps import Occupied
 from autopar.runtime.step.agreement import NonFinite
 from tests.fusion.arrays import Alone, array_of
 from tests.fusion.test_array import batches_of, mlp
@@ -56,11 +58,11 @@ class Compile:
         self.sizes: list[int] = []
 
     def __call__(self, models: Sequence[nn.Module], *, nonfinite: str, **own: Any) -> Array:
-        assert nonfinite == "leave"
+        assert nonfinite == "skip"
         self.sizes.append(len(models))
         return array_of(
             self.groups, models, BATCHES[0], loss_fn=F.cross_entropy,
-            nonfinite=NonFinite.SKIP, leaves=True, **own,
+            nonfinite=NonFinite.SKIP, **own,
         )  # fmt: skip
 
 
@@ -90,31 +92,135 @@ def test_random_search_gives_every_trial_the_value_it_has_alone(groups: Groups) 
 
 
 def test_hyperband_asks_for_the_rungs_of_its_paper() -> None:
-    searcher, rungs = Hyperband(SPACE, max_steps=81), []
+    searcher, rounds = Hyperband(SPACE, max_steps=81), []
+    bracket_of: dict[int, int] = {}
     while requests := searcher.ask():
-        rungs.append((len(requests), requests[0].num_steps))
+        if not rounds:
+            starts = [1, 3, 9, 27, 81]
+            bracket_of = {r.number: starts.index(r.num_steps) for r in requests}
+        rungs = Counter((bracket_of[r.number], r.num_steps) for r in requests)
+        rounds.append([(num, steps) for (_, steps), num in sorted(rungs.items())])
         for request in requests:
             searcher.tell(request.number, float(request.number))
-    assert rungs == [
-        (81, 1), (27, 3), (9, 9), (3, 27), (1, 81),
-        (34, 3), (11, 9), (3, 27), (1, 81),
-        (15, 9), (5, 27), (1, 81),
-        (8, 27), (2, 81),
-        (5, 81),
-    ]  # fmt: skip
+    assert rounds == [
+        [(81, 1), (34, 3), (15, 9), (8, 27), (5, 81)],
+        [(27, 3), (11, 9), (5, 27), (2, 81)],
+        [(9, 9), (3, 27), (1, 81)],
+        [(3, 27), (1, 81)],
+        [(1, 81)],
+    ]
 
 
-def test_hyperband_goes_on_with_the_best_where_they_stopped(groups: Groups) -> None:
+def test_hyperband_goes_on_with_each_bracket_that_has_its_values() -> None:
+    searcher = Hyperband(SPACE, max_steps=9)
+    first = searcher.ask()
+    for request in first:
+        if request.num_steps == 3:
+            searcher.tell(request.number, 1.0)
+    assert [r.num_steps for r in searcher.ask()] == [9]
+    searcher.tell(first[0].number, 1.0)
+    assert searcher.ask() == []  # eight others of its rung are training
+    with pytest.raises(InputError, match="have no value yet"):
+        searcher.ask()
+    with pytest.raises(InputError, match="trial 99 is not training"):
+        searcher.tell(99, 1.0)
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_hyperband_goes_on_with_the_best_where_they_stopped(
+    groups: Groups, monkeypatch: pytest.MonkeyPatch, moves: bool
+) -> None:
+    """Whether the others of an array stay, or move to one of their own as soon as they can."""
+    monkeypatch.setattr(Occupied, "is_too_large", lambda *_: moves)
     fixed = {**SPACE, "width": Choice([16])}
-    searcher = Hyperband(fixed, max_steps=9)
-    trials = sweep(candidate, searcher, batch_of, Compile(groups))
+    searcher, compiled = Hyperband(fixed, max_steps=9), Compile(groups)
+    trials = sweep(candidate, searcher, batch_of, compiled)
+    assert compiled.sizes == ([17, 11, 5] if moves else [17])
     for trial in trials:
         assert trial.value == pytest.approx(alone(trial.configuration, trial.num_steps), rel=1e-9)
     first = [t for t in trials if t.number < 9]
+    assert len(trials) == 9 + 5 + 3
     assert sorted(t.num_steps for t in first) == [1] * 6 + [3] * 2 + [9]
     after_one = {t.number: alone(t.configuration, 1) for t in first}
     best = sorted(after_one, key=lambda number: after_one[number])[:3]
     assert sorted(best) == sorted(t.number for t in first if t.num_steps > 1)
+
+
+def test_trials_that_do_not_fit_one_array_go_on_in_the_open_one(groups: Groups) -> None:
+    fixed = {**SPACE, "width": Choice([16])}
+    compiled = Compile(groups)
+    trials = sweep(candidate, Hyperband(fixed, max_steps=9), batch_of, compiled, array_size=10)
+    assert compiled.sizes == [10, 7, 4, 5]  # after a step 11 go on, 7 of them where they are
+    for trial in trials:
+        assert trial.value == pytest.approx(alone(trial.configuration, trial.num_steps), rel=1e-9)
+
+
+def test_trials_move_when_idle_places_cost_more_than_compiling() -> None:
+    opened = Occupied(array=None, places={}, num_places=4, compile_s=10.0)  # type: ignore[arg-type]
+    opened.note_step(3.0, 4)
+    opened.note_step(2.0, 4)
+    assert opened.idle_s == 0
+    assert not opened.is_too_large(4, 1000, 1000)
+    assert not opened.is_too_large(2, 10, 1000)  # 10 steps of 2 s with half of the places idle
+    assert opened.is_too_large(2, 11, 11)
+    for _ in range(11):
+        opened.note_step(2.0, 2)
+    assert opened.idle_s == 11
+    assert opened.is_too_large(2, 1, 11)
+    assert not opened.is_too_large(2, 1, 9)  # too few steps are left
+
+
+class Waiting:
+    """A searcher that waits for all trials of a round, some of which have more steps to do."""
+
+    def __init__(self, rounds: Sequence[Sequence[Request]]) -> None:
+        self.rounds = [list(each) for each in rounds]
+        self.training: set[int] = set()
+        self.told: list[int] = []
+
+    def ask(self) -> Sequence[Request]:
+        if self.training or not self.rounds:
+            return []
+        requests = self.rounds.pop(0)
+        self.training = {request.number for request in requests}
+        return requests
+
+    def tell(self, number: int, value: float) -> None:
+        self.training.remove(number)
+        self.told.append(number)
+
+
+def request(number: int, num_steps: int) -> Request:
+    configuration = {"lr": 0.01 * (number + 1), "width": 16, "seed": number}
+    return Request(number=number, configuration=configuration, num_steps=num_steps)
+
+
+def test_a_trial_that_waits_for_others_goes_on_where_it_stopped(groups: Groups) -> None:
+    searcher = Waiting(
+        [[request(0, 1), request(1, 4), request(2, 2)], [request(0, 5), request(2, 5)]]
+    )
+    trials = sweep(candidate, searcher, batch_of, Compile(groups))
+    assert searcher.told == [0, 2, 1, 0, 2]
+    assert {t.number: t.num_steps for t in trials} == {0: 5, 1: 4, 2: 5}
+    for trial in trials:
+        assert trial.value == pytest.approx(alone(trial.configuration, trial.num_steps), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "message"),
+    [
+        (
+            [[request(0, 1), request(1, 1)], [request(0, 2)], [request(1, 2)]],
+            "1, which is finished",
+        ),
+        ([[request(0, 1)], [request(1, 2), request(1, 3)]], "1, which is training"),
+    ],
+)
+def test_a_searcher_that_asks_for_what_cannot_train_is_refused(
+    groups: Groups, rounds: Sequence[Sequence[Request]], message: str
+) -> None:
+    with pytest.raises(InputError, match=f"the searcher asks for trial {message}"):
+        sweep(candidate, Waiting(rounds), batch_of, Compile(groups))
 
 
 def test_a_trial_that_diverges_is_worth_infinity_and_holds_up_no_other(groups: Groups) -> None:
