@@ -52,8 +52,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple
@@ -225,8 +224,7 @@ class MoveKind(StrEnum):
     ALL_TO_ALL = "all_to_all"
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """A move of one value along one or several mesh axes at once.
 
     ``source`` and ``target`` are the placements on the first axis; several axes move together only
@@ -318,15 +316,12 @@ def redistribute(
     # Sizes that every split divides evenly have the same moves: they are found once, for the least.
     parts = [units.get(dim, 1) for dim in range(len(shape))]
     least = tuple([size if size % part else part for size, part in zip(shape, parts)])
-    moves = _moves(source, target, least, mesh)
+    moves = _moves(source, target, least, mesh, is_even=least == tuple(parts))
     if least == shape:
         return moves
     times = [1 if size % part else size // part for size, part in zip(shape, parts)]
     return tuple(
-        [
-            replace(move, shape=tuple([size * by for size, by in zip(move.shape, times)]))
-            for move in moves
-        ]
+        [Move(*move[:-1], tuple([n * by for n, by in zip(move.shape, times)])) for move in moves]
     )
 
 
@@ -344,10 +339,26 @@ def _units(
 
 @lru_cache(maxsize=_NUM_KEPT)
 def _moves(
-    source: Placements, target: Placements, shape: tuple[int, ...], mesh: Mesh
+    source: Placements, target: Placements, shape: tuple[int, ...], mesh: Mesh, *, is_even: bool
 ) -> tuple[Move, ...]:
+    """As `redistribute`. ``is_even``: all splits divide their dimensions evenly."""
+    if is_even:
+        return tuple(_moves_to(source, target, shape, mesh, _no_paddings))
     gathered = _gathered(source, target, shape, mesh)
-    return (*_moves_to(source, gathered, shape, mesh), *_moves_to(gathered, target, shape, mesh))
+    there = _moves_to(source, gathered, shape, mesh, paddings)
+    return (*there, *_moves_to(gathered, target, shape, mesh, paddings))
+
+
+Paddings = Callable[[Placements, Sequence[int], Mesh], Mapping[int, int]]
+"""A function like `paddings`."""
+
+
+def _no_paddings(placements: Placements, shape: Sequence[int], mesh: Mesh) -> Mapping[int, int]:
+    """The paddings of splits that are even."""
+    return _NO_PADDINGS
+
+
+_NO_PADDINGS: Mapping[int, int] = {}
 
 
 def _gathered(
@@ -369,26 +380,34 @@ def _gathered(
 
 
 def _moves_to(
-    current: Placements, target: Placements, shape: tuple[int, ...], mesh: Mesh
+    current: Placements,
+    target: Placements,
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    paddings_of: Paddings,
 ) -> Iterator[Move]:
     """The moves from ``current`` to ``target``, each that follows from where the last one ended."""
     while current != target:
-        move, current = _next_move(current, target, shape, mesh)
+        move, current = _next_move(current, target, shape, mesh, paddings_of)
         yield move
 
 
 def _next_move(
-    current: Placements, target: Placements, shape: tuple[int, ...], mesh: Mesh
+    current: Placements,
+    target: Placements,
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    paddings_of: Paddings,
 ) -> tuple[Move, Placements]:
     """The first move on the way to ``target``, and the placements behind it."""
     pending = [a for a in range(mesh.num_axes) if current[a] != target[a]]
     goal = tuple(_next_goal(now, then) for now, then in zip(current, target))
-    group = _next_group(current, goal, shape, mesh, pending)
+    group = _next_group(current, goal, shape, mesh, pending, paddings_of)
     if group is None:
         group = (next(a for a in pending if current[a].state is State.SHARD),)
         goal = tuple(R if a in group else p for a, p in enumerate(goal))
     changed = _changed(current, group, goal)
-    return _make_move(current, changed, group, shape, mesh), changed
+    return _make_move(current, changed, group, shape, mesh, paddings_of), changed
 
 
 def _next_goal(now: Placement, then: Placement) -> Placement:
@@ -403,6 +422,7 @@ def _next_group(
     shape: tuple[int, ...],
     mesh: Mesh,
     pending: Iterable[int],
+    paddings_of: Paddings,
 ) -> tuple[int, ...] | None:
     """The axes of the next legal move: the earliest kind in `_ORDER`, merged where possible."""
     ordered = sorted(pending, key=lambda a: (_TURNS[current[a].state, target[a].state], a))
@@ -412,21 +432,30 @@ def _next_group(
             if _acts_as_one(current, target, group, axis, mesh):
                 group.append(axis)
         for axes in (tuple(group), (first,)):
-            if _is_legal(current, _changed(current, axes, target), shape, mesh):
+            if _is_legal(current, _changed(current, axes, target), shape, mesh, paddings_of):
                 return axes
     return None
 
 
 def _changed(current: Placements, axes: Sequence[int], target: Placements) -> Placements:
     """``current``, with the placements of ``target`` on some axes."""
-    return tuple([target[a] if a in axes else p for a, p in enumerate(current)])
+    changed = list(current)
+    for axis in axes:
+        changed[axis] = target[axis]
+    return tuple(changed)
 
 
-def _is_legal(current: Placements, changed: Placements, shape: tuple[int, ...], mesh: Mesh) -> bool:
+def _is_legal(
+    current: Placements,
+    changed: Placements,
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    paddings_of: Paddings,
+) -> bool:
     """Whether all splits stay valid and no other axis's padding changes."""
     if not is_valid(changed, shape, mesh):
         return False
-    before, after = paddings(current, shape, mesh), paddings(changed, shape, mesh)
+    before, after = (paddings_of(side, shape, mesh) for side in (current, changed))
     return all(after.get(dim, padding) == padding for dim, padding in before.items())
 
 
@@ -450,9 +479,10 @@ def _make_move(
     axes: tuple[int, ...],
     shape: tuple[int, ...],
     mesh: Mesh,
+    paddings_of: Paddings,
 ) -> Move:
     source, target = current[axes[0]], changed[axes[0]]
-    before, after = paddings(current, shape, mesh), paddings(changed, shape, mesh)
+    before, after = (paddings_of(side, shape, mesh) for side in (current, changed))
     return Move(
         kind=_KINDS[source.state, target.state],
         axes=axes,
@@ -460,8 +490,8 @@ def _make_move(
         target=target,
         local_outer=_local_outer(current, axes, source, mesh),
         target_local_outer=_local_outer(current, axes, target, mesh),
-        padding=before[source.dim] if source.state is State.SHARD else 0,
-        target_padding=after[target.dim] if target.state is State.SHARD else 0,
+        padding=before.get(source.dim, 0) if source.state is State.SHARD else 0,
+        target_padding=after.get(target.dim, 0) if target.state is State.SHARD else 0,
         shape=local_shape(shape, current, mesh),
     )
 
