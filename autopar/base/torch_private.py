@@ -38,6 +38,8 @@ from torch.utils import _pytree as pytree
 # torch.utils._python_dispatch: sees every operator that runs (2.11 to 2.13).
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.base.errors import CaptureError
+
 __all__ = [
     "FUSED_KERNELS",
     "DataDependentOutputException",
@@ -68,6 +70,7 @@ __all__ = [
     "is_overload",
     "is_wrapped",
     "keyed_leaves",
+    "largest_bytes",
     "lazy_graph_module",
     "norm_each",
     "outside_of_tracing",
@@ -345,6 +348,24 @@ def allocations(profiler: torch.profiler.profile) -> list[int]:
     results: Any = profiler.profiler
     events = [e for e in results.kineto_results.events() if e.name() == "[memory]"]
     return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+
+
+def largest_bytes(storage: torch.UntypedStorage) -> int:
+    """The bytes of a traced storage; the most that it may have if its size depends on data.
+
+    ``SymInt.node`` and the bounds of its ``shape_env`` (2.11 to 2.13). Raises CaptureError for a
+    size without a bound.
+    """
+    size: Any = storage.nbytes()
+    if isinstance(size, int):
+        return size
+    bound = size.node.shape_env.bound_sympy(size.node.expr).upper
+    if not bound.is_Integer:
+        raise CaptureError(
+            f"a gradient needs a tensor of {size} bytes, which depends on data and has no largest "
+            "size, so its memory is unknown; compute it by a mask, as torch.where does"
+        )
+    return int(bound)
 
 
 def copy_each(into: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> None:

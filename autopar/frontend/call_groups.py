@@ -82,8 +82,9 @@ def _key(argument: Any, places: Mapping[fx.Node, int]) -> Any:
 
 
 def layout_of(value: Tensor) -> tuple[Any, ...]:
-    """The dtype, shape, strides and offset of a tensor."""
-    return value.dtype, tuple(value.shape), value.stride(), value.storage_offset()
+    """The dtype, shape, strides and offset of a tensor; sizes that depend on data as text."""
+    numbers = (tuple(value.shape), value.stride(), (value.storage_offset(),))
+    return value.dtype, *(tuple(n if type(n) is int else str(n) for n in ns) for ns in numbers)
 
 
 def call_groups(graph: fx.Graph) -> list[Group] | None:

@@ -51,6 +51,7 @@ from autopar.frontend.rewrites.data_dependent import isolate_composites, isolate
 from autopar.frontend.rewrites.disabled_dropout import leave_out_disabled_dropout
 from autopar.frontend.rewrites.hidden_writes import show_hidden_writes
 from autopar.frontend.rewrites.loss_offsets import offsets_as_tensors
+from autopar.frontend.rewrites.masked_writes import select_by_masks
 from autopar.frontend.rewrites.no_grad_regions import (
     detach_at_once,
     detach_what_leaves,
@@ -298,6 +299,7 @@ def _export(step: Step, args: Any, kwargs: Any) -> Any:
         _show_gradients(exported.graph_module)
         isolate_composites(exported.graph_module)
         program = decomposed(exported)
+        select_by_masks(program.graph_module)
         isolate_regions(program.graph_module)
         free_counted_dimensions(program.graph_module)
         offsets_as_tensors(program.graph_module)

@@ -34,7 +34,12 @@ from torch import Tensor, fx
 
 from autopar.base.errors import PlanError
 from autopar.base.spelling import did_you_mean
-from autopar.base.torch_private import is_overload, lazy_graph_module, written_arguments
+from autopar.base.torch_private import (
+    is_overload,
+    largest_bytes,
+    lazy_graph_module,
+    written_arguments,
+)
 from autopar.comm.ops import COLLECTIVES, REPEATED, SHARD
 from autopar.cost_models.memory import graph_memory
 from autopar.ir.random_ops import DRAWN_AS, is_random
@@ -406,7 +411,7 @@ def _given(module: fx.GraphModule) -> list[fx.Node]:
 def _size_bytes(node: fx.Node) -> int:
     """Size of the storage behind a value."""
     value = node.meta.get("val")
-    return value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0
+    return largest_bytes(value.untyped_storage()) if isinstance(value, Tensor) else 0
 
 
 def _ancestors(results: Iterable[fx.Node]) -> set[fx.Node]:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from autopar.base.torch_private import largest_bytes
 from autopar.comm.footprint import workspace_bytes
 from autopar.comm.ops import COLLECTIVES, is_overwritable
 from autopar.comm.transports.registry import traits_of
@@ -133,7 +134,7 @@ def _input_gradients(
             InputGradient(
                 size_bytes=allocator.rounded(_size(node)),
                 number=numbers.setdefault(id(storage), len(numbers)),
-                storage_bytes=allocator.rounded(storage.nbytes()),
+                storage_bytes=allocator.rounded(largest_bytes(storage)),
                 cotangent=cotangent_of.get(id(storage)),
                 is_contiguous=value.is_contiguous(),
             )
@@ -182,7 +183,7 @@ def _storages(nodes: Iterable[fx.Node], allocator: Allocator) -> dict[int, int]:
     """Bytes of each storage of some values."""
     values = [n.meta["val"] for n in nodes if isinstance(n.meta.get("val"), Tensor)]
     found = [value.untyped_storage() for value in values]
-    return {id(storage): allocator.rounded(storage.nbytes()) for storage in found}
+    return {id(storage): allocator.rounded(largest_bytes(storage)) for storage in found}
 
 
 def _size(node: fx.Node) -> int:

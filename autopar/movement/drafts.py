@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from autopar.base.torch_private import returns_views
+from autopar.base.torch_private import largest_bytes, returns_views
 from autopar.comm.ops import MASK, SHARD
 from autopar.cost_models.allocator import Allocator, Category
 from autopar.movement.counted import CountedAt
@@ -119,7 +119,7 @@ class Drafts:
                 continue
             storage = value.untyped_storage()
             if id(storage) not in owner:
-                size = self.allocator.rounded(storage.nbytes())
+                size = self.allocator.rounded(largest_bytes(storage))
                 owner[id(storage)] = self._tensor(f"{name}:{number}", category, size)
                 self.tensors[-1].result = number
                 made.append(owner[id(storage)])

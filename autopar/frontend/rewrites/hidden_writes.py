@@ -76,15 +76,16 @@ def _share_returned_inputs(
     The exported graph has a new value for such composite operators, which would not share a write;
     and if they ran under ``no_grad``, it would seem to have no gradient.
 
-    Raises CaptureError where they return another view of it, unknown to the graph.
+    Raises CaptureError where they return another view of it, unknown to the graph, before a write.
     """
-    written = {_storage(t) for node in writes for t in _written(node)}
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    written = {_storage(t): order[node] for node in writes for t in _written(node)}
     known = ReturnedOperands()
     for node in list(graph.nodes):
         is_hidden = is_composite(node.target) or node.target in _UNSAFE
         if not (is_hidden or node in without_grad) or any(_written(node)):
             continue
-        if written.isdisjoint(map(_storage, (node, *node.all_input_nodes))):
+        if written.keys().isdisjoint(map(_storage, (node, *node.all_input_nodes))):
             continue
         sources = operands([node])
         if any(map(is_wrapped, pytree.tree_leaves([*map(meta_of, sources)]))):
@@ -94,7 +95,8 @@ def _share_returned_inputs(
                 node.replace_all_uses_with(source)
                 graph.erase_node(node)
                 break
-            if is_hidden and found == "a view":
+            last = max(written.get(_storage(each), -1) for each in (node, source))
+            if is_hidden and found == "a view" and last > order[node]:
                 _refuse(node, "returns views of what is written to", "Write into a copy: x.clone()")
 
 
@@ -312,7 +314,10 @@ def _unfolded(source: Any, dim: Any, size: Any, step: Any) -> tuple[Tensor, int,
 
 
 def _overlaps(view: Tensor) -> bool:
-    """Whether two elements of the view may share a memory location."""
+    """Whether two elements of the view may share a memory location; False where its size depends
+    on data, as eager mode refuses to write to all but strided views that do."""
+    if any(type(number) is not int for number in (*view.shape, *view.stride())):
+        return False
     reach = 1
     for step, size in sorted(zip(view.stride(), view.shape)):
         if size > 1 and step < reach:
