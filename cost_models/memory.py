@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.base.torch_private import largest_bytes
 from autopar.cost_models.allocator import Allocator, Category
 from autopar.cost_models.estimate import CostError
 
@@ -161,7 +162,7 @@ def _storages_of(
             number = len(found.storages)
             found.storages.append(
                 _Storage(
-                    size_bytes=rounding.rounded(storage.nbytes()),
+                    size_bytes=rounding.rounded(largest_bytes(storage)),
                     category=categories.get(node.name, default),
                     first=index,
                     last=index,
