@@ -58,6 +58,7 @@ from autopar.frontend.rewrites.no_grad_regions import (
     inline_no_grad_regions,
 )
 from autopar.frontend.rewrites.random_slopes import draw_slopes
+from autopar.frontend.rewrites.selected_losses import sum_losses_by_rows
 from autopar.frontend.rewrites.strided_access import index_strided_access
 from autopar.frontend.signature import Arguments, InputSlot, Signature
 from autopar.frontend.targets import (
@@ -297,6 +298,7 @@ def _export(step: Step, args: Any, kwargs: Any) -> Any:
         with functions_as_operators() if step.with_loss else contextlib.nullcontext():
             exported = torch.export.export(step, args, kwargs, strict=False)
         _show_gradients(exported.graph_module)
+        sum_losses_by_rows(exported.graph_module)
         isolate_composites(exported.graph_module)
         program = decomposed(exported)
         select_by_masks(program.graph_module)

@@ -64,7 +64,7 @@ class Rule:
     work: WorkFn | None = None
 
 
-PointwiseFn = Callable[[Op], Rule]
+OpRuleFn = Callable[[Op], Rule]
 
 _RULES: dict[str, Rule] = {}
 
@@ -171,7 +171,7 @@ def unregister(target: str) -> None:
         set_work(target, None)
 
 
-def register_pointwise(rule: PointwiseFn) -> PointwiseFn:
+def register_pointwise(rule: OpRuleFn) -> OpRuleFn:
     """Register the function that makes the rule of an operator that torch tags as pointwise.
 
     It applies to operators without a rule of their own.
@@ -181,12 +181,27 @@ def register_pointwise(rule: PointwiseFn) -> PointwiseFn:
     return rule
 
 
-_POINTWISE: PointwiseFn | None = None
+_POINTWISE: OpRuleFn | None = None
+
+
+def register_namespace(namespace: str) -> Callable[[OpRuleFn], OpRuleFn]:
+    """Register the function that makes the rules of all operators of a namespace."""
+
+    def wrap(rule: OpRuleFn) -> OpRuleFn:
+        _NAMESPACES[namespace] = rule
+        return rule
+
+    return wrap
+
+
+_NAMESPACES: dict[str, OpRuleFn] = {}
 
 
 def rule_of(op: Op) -> Rule | None:
     """The rule of an op; None if it has none."""
     rule = _RULES.get(op.target_name)
+    if rule is None and (made := _NAMESPACES.get(op.target_name.partition(".")[0])) is not None:
+        return made(op)
     if rule is None and torch.Tag.pointwise in getattr(op.target, "tags", ()):
         return None if _POINTWISE is None else _POINTWISE(op)
     return rule

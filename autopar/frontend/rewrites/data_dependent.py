@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, fx
 
 from autopar.base.torch_private import autograd_again, is_composite, pytree
+from autopar.frontend.rewrites.edit import value_of
 
-_NAMESPACE = "autopar_regions"
+NAMESPACE = "autopar_regions"
 _known: dict[Any, Region] = {}
 
 
@@ -162,14 +163,24 @@ def _operator_of(
     operands: Sequence[fx.Node],
     outputs: Sequence[fx.Node],
 ) -> Any:
-    """The operator that computes ``outputs``; equal regions share one."""
-    body = _body(module, nodes, operands, outputs)
-    metas = [(tuple(n.meta["val"].shape), n.meta["val"].dtype) for n in outputs]
-    kinds = [(tuple(n.meta["val"].shape), n.meta["val"].dtype) for n in operands]
+    """The operator that computes ``outputs``."""
+    given, results = ([value_of(node) for node in side] for side in (operands, outputs))
+    return operator_of(_body(module, nodes, operands, outputs), given, results)
+
+
+def operator_of(
+    body: fx.GraphModule,
+    operands: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    namespace: str = NAMESPACE,
+) -> Any:
+    """The operator that runs a graph of tensors like ``operands``; equal graphs share one. Its
+    outputs have the shapes of ``outputs``, whatever its operands have."""
+    kinds, metas = ([(tuple(x.shape), x.dtype) for x in side] for side in (operands, outputs))
     text = f"{body.code}{metas}{kinds}"
     name = "r" + hashlib.sha256(text.encode()).hexdigest()[:24]
-    found = getattr(getattr(torch.ops, _NAMESPACE), name, None)
-    return found.default if found is not None else _define(name, body, metas)
+    found = getattr(getattr(torch.ops, namespace), name, None)
+    return found.default if found is not None else _define(namespace, name, body, metas)
 
 
 def _body(
@@ -198,11 +209,14 @@ def _body(
 
 
 def _define(
-    name: str, body: fx.GraphModule, metas: Sequence[tuple[tuple[int, ...], torch.dtype]]
+    namespace: str,
+    name: str,
+    body: fx.GraphModule,
+    metas: Sequence[tuple[tuple[int, ...], torch.dtype]],
 ) -> Any:
     """Register the operator of a region and that of its gradient, which runs the region again."""
     region = Region(body)
-    qualified = f"{_NAMESPACE}::{name}"
+    qualified = f"{namespace}::{name}"
     forward = torch.library.custom_op(
         qualified, region.forward, mutates_args=(), schema="(Tensor[] operands) -> Tensor[]"
     )
@@ -235,7 +249,7 @@ def _define(
     forward.register_fake(fake)
     backward.register_fake(fake_backward)
     forward.register_autograd(differentiate, setup_context=save)
-    target = getattr(getattr(torch.ops, _NAMESPACE), name).default
+    target = getattr(getattr(torch.ops, namespace), name).default
     _known[target] = region
     return target
 

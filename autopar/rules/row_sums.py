@@ -1,0 +1,31 @@
+"""Sums over rows of what generated operators compute from each row alone: split by rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.ir.graph import Op, Value
+from autopar.ir.row_sums import NAMESPACE, ROW_SUMS
+from autopar.rules.registry import Rule, register_namespace
+from autopar.rules.space import Space, SpaceBuilder, layout
+
+
+def row_sum_space(op: Op, inputs: Sequence[Value], outputs: Sequence[Value | None]) -> Space | None:
+    """The sum of each shard's rows is a part of the sum."""
+    found = ROW_SUMS[op.target_name]
+    first = inputs[found.have_rows.index(True)]
+    builder = SpaceBuilder()
+    rows = builder.dims("r", first.shape[: found.num_dims])
+    sides = [
+        layout(*rows, *map(builder.whole, value.shape[found.num_dims :]))
+        if has_rows
+        else layout(*map(builder.whole, value.shape))
+        for value, has_rows in zip(inputs, found.have_rows, strict=True)
+    ]
+    return builder.build(sides, [layout()], sums=frozenset(rows))
+
+
+@register_namespace(NAMESPACE)
+def row_sum_rule(op: Op) -> Rule:
+    """The rule of such an operator."""
+    return Rule(space=row_sum_space)
