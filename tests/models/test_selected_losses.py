@@ -33,6 +33,12 @@ def cross_entropy(model: Odd, x: Tensor) -> Tensor:
     return F.cross_entropy(y[mask], labels[mask])
 
 
+def cross_entropy_with_two_masks(model: Odd, x: Tensor) -> Tensor:
+    """The same mask, computed twice."""
+    y, labels = model.linear(x), labels_of(x)
+    return F.cross_entropy(y[(labels != 1) & (labels > 0)], labels[(labels != 1) & (labels > 0)])
+
+
 def cross_entropy_of_flat_rows(model: Odd, x: Tensor) -> Tensor:
     y, labels = model.linear(x).view(-1, 4), labels_of(x).view(-1)
     mask = x.view(-1, 4)[:, 0] > 0
@@ -99,10 +105,18 @@ def quotients(model: Odd, x: Tensor) -> Tensor:
 
 
 BY_ROWS = [
-    cross_entropy, cross_entropy_of_flat_rows, cross_entropy_with_smoothing,
-    likelihood, missing_targets, other_losses, written_by_hand, first_losses_of_rows,
-    square_roots, quotients,
+    cross_entropy, cross_entropy_with_two_masks, cross_entropy_of_flat_rows,
+    cross_entropy_with_smoothing, likelihood, missing_targets, other_losses, written_by_hand,
+    first_losses_of_rows, square_roots, quotients,
 ]  # fmt: skip
+
+
+def masks_around_a_write(model: Odd, x: Tensor) -> Tensor:
+    """Two masks that are computed alike, of what changes in between."""
+    y, labels = model.linear(x), labels_of(x)
+    first = labels > 1
+    labels.add_((labels == 0) * 0 + 1).sub_(1)
+    return F.cross_entropy(y[first], labels[labels > 1])
 
 
 def normalized_over_rows(model: Odd, x: Tensor) -> Tensor:
@@ -115,7 +129,7 @@ def the_largest(model: Odd, x: Tensor) -> Tensor:
     return y[mask].max() + y[mask].mean(0).square().sum()
 
 
-LEFT = [changed_afterwards, normalized_over_rows, the_largest]
+LEFT = [changed_afterwards, masks_around_a_write, normalized_over_rows, the_largest]
 
 
 @pytest.mark.parametrize("body", [*BY_ROWS, *LEFT], ids=lambda body: body.__name__)

@@ -56,11 +56,12 @@ def sum_losses_by_rows(module: fx.GraphModule) -> None:
 
 
 class _Loss:
-    """A loss over the rows that ``mask`` selects. ``given`` are its arguments by name, ``rows`` the
-    calls that it is computed from, in their order, beginning with the selections."""
+    """A loss over the rows that ``masks``, which are equal, select. ``given`` are its arguments by
+    name, ``rows`` the calls that it is computed from, in their order."""
 
-    def __init__(self, node: fx.Node, mask: fx.Node, rows: list[fx.Node]) -> None:
-        self.node, self.mask, self.rows = node, mask, rows
+    def __init__(self, node: fx.Node, masks: list[fx.Node], rows: list[fx.Node]) -> None:
+        self.node, self.masks, self.rows = node, masks, rows
+        self.mask = masks[0]
         self.given = _given(node)
         self.is_half = value_of(node).dtype in (torch.float16, torch.bfloat16)
 
@@ -78,11 +79,14 @@ class _Loss:
             return None
         rows = sorted(found, key=order.__getitem__)
         selections = [each for each in rows if each.target is _ATEN.index.Tensor]
-        masks = {mask.node for each in selections if (mask := mask_of(*each.args)) is not None}
-        between = list(node.graph.nodes)[order[rows[0]] : order[node]]
-        if len(masks) != 1 or any(map(_writes, between)):
+        masks = [mask.node for each in selections if (mask := mask_of(*each.args)) is not None]
+        compared = {*rows}
+        if not all(_are_equal(mask, masks[0], compared) for mask in masks):
             return None
-        loss = _Loss(node, masks.pop(), rows)
+        first = min(map(order.__getitem__, compared))
+        if any(map(_writes, list(node.graph.nodes)[first : order[node]])):
+            return None
+        loss = _Loss(node, masks, rows)
         is_countable = node.target not in _OF_CLASSES or loss.labels() is not None
         return loss if is_countable else None
 
@@ -124,6 +128,7 @@ class _Loss:
         inside: dict[fx.Node, Any] = {
             node: graph.placeholder(f"x{place}") for place, node in enumerate(operands)
         }
+        inside |= dict.fromkeys(self.masks, inside[self.mask])
         for node in self.rows:
             if node.target is operator.getitem:
                 inside[node] = inside[_broadcast(node)]  # type: ignore[index]
@@ -217,6 +222,26 @@ def _collect(node: fx.Node, found: set[fx.Node]) -> bool:
         ):
             return False
     return True
+
+
+def _are_equal(one: Any, other: Any, compared: set[fx.Node]) -> bool:
+    """Whether two arguments are computed alike; collects the calls of which that was asked."""
+    if isinstance(one, fx.Node) and isinstance(other, fx.Node):
+        if one is other:
+            return True
+        compared |= {one, other}
+        tags = getattr(one.target, "tags", ())
+        is_alike = one.op == "call_function" and one.target is other.target
+        return (
+            is_alike
+            and torch.Tag.nondeterministic_seeded not in tags
+            and _are_equal([*one.args], [*other.args], compared)
+            and one.kwargs == other.kwargs
+        )
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        pairs = zip(one, other)
+        return len(one) == len(other) and all(_are_equal(a, b, compared) for a, b in pairs)
+    return type(one) is type(other) and bool(one == other)
 
 
 def _is_row_wise(node: fx.Node) -> bool:
