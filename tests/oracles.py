@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.frontend.capture import Captured
+from autopar.frontend.capture import Captured, capture
+from autopar.frontend.checking.gradients import compare_with_eager
 from autopar.ir.graph import Value, ValueKind
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R, S, V, is_valid
@@ -199,6 +200,25 @@ def split_options(value: Value, mesh: Mesh, further: Sequence[Any]) -> list[Plac
     states = [R, *further, *(S(d) for d in range(len(value.shape)))]
     options = itertools.product(states, repeat=mesh.num_axes)
     return [p for p in options if is_valid(p, value.shape, mesh)]
+
+
+def assert_splits_equal_eager(
+    model: nn.Module,
+    batches: Sequence[dict[str, Tensor]],
+    meshes: Sequence[Mesh],
+    *,
+    tolerance: float = 1e-9,
+) -> set[str]:
+    """A model trains as in eager mode, whole and under a random assignment on each mesh. Returns
+    the names of the operators of its graph."""
+    captured = capture(model, batches[0])
+    compare_with_eager(captured, model, batches[0])
+    expected, analysis = reference_steps(model, batches), Analysis(captured.graph)
+    for seed, mesh in enumerate(meshes):
+        strategy = Strategy(analysis, random_assignment(analysis, mesh, seed))
+        got = lockstep_steps(strategy, captured, state_of(model), batches)
+        assert_same(got, expected, tolerance=tolerance)
+    return {op.target_name for op in captured.graph.ops}
 
 
 def random_assignment(analysis: Analysis, mesh: Mesh, seed: int) -> Assignment:

@@ -351,7 +351,7 @@ def allocations(profiler: torch.profiler.profile) -> list[int]:
 
 
 def largest_bytes(storage: torch.UntypedStorage) -> int:
-    """The bytes of a traced storage; the most that it may have if its size depends on data.
+    """The size of a traced storage in bytes; the upper bound of one that depends on data.
 
     ``SymInt.node`` and the bounds of its ``shape_env`` (2.11 to 2.13). Raises CaptureError for a
     size without a bound.
@@ -362,8 +362,9 @@ def largest_bytes(storage: torch.UntypedStorage) -> int:
     bound = size.node.shape_env.bound_sympy(size.node.expr).upper
     if not bound.is_Integer:
         raise CaptureError(
-            f"a gradient needs a tensor of {size} bytes, which depends on data and has no largest "
-            "size, so its memory is unknown; compute it by a mask, as torch.where does"
+            f"the size of a tensor, {size} bytes, depends on data and has no upper bound, so the "
+            "memory of a step is unknown; give it a fixed shape, for example by torch.where with a "
+            "mask"
         )
     return int(bound)
 

@@ -139,9 +139,11 @@ class Occupied:
         self.idle_s += self.step_s * self._idle_share(num_training)
 
     def is_too_large(self, num_training: int, num_steps: int, num_perhaps: int) -> bool:
-        """Whether so many trials had better move to an array of their own: in their ``num_steps``
-        next steps idle places would cost more than making that does at most; or they have cost so
-        much already, and may again in ``num_perhaps`` steps."""
+        """Whether the trials that train should move to an array of their own.
+
+        They should if idle places will cost more than compiling one in the ``num_steps`` steps that
+        are certain to come, or have cost that much already and may again in ``num_perhaps``.
+        """
         idle_share = self._idle_share(num_training)
         if not idle_share:
             return False
@@ -351,16 +353,13 @@ class _Sweep:
             nonfinite="skip",
         )
         places = {number: place for place, number in enumerate(pack)}
-        opened = Occupied(
-            array=array, places=places, num_places=len(pack), compile_s=math.inf
-        )  # fmt: skip
         known = {
             place: self._snapshots.pop(n) for n, place in places.items() if n in self._snapshots
         }
         if known:
             array.restore(known)
-        opened.compile_s = time.perf_counter() - begun_s
-        return opened
+        compile_s = time.perf_counter() - begun_s
+        return Occupied(array=array, places=places, num_places=len(pack), compile_s=compile_s)
 
 
 def _kind(model: nn.Module) -> Hashable:

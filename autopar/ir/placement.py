@@ -52,7 +52,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple
@@ -316,7 +316,7 @@ def redistribute(
     # Sizes that every split divides evenly have the same moves: they are found once, for the least.
     parts = [units.get(dim, 1) for dim in range(len(shape))]
     least = tuple([size if size % part else part for size, part in zip(shape, parts)])
-    moves = _moves(source, target, least, mesh, is_even=least == tuple(parts))
+    moves = _moves(source, target, least, mesh)
     if least == shape:
         return moves
     times = [1 if size % part else size // part for size, part in zip(shape, parts)]
@@ -339,26 +339,10 @@ def _units(
 
 @lru_cache(maxsize=_NUM_KEPT)
 def _moves(
-    source: Placements, target: Placements, shape: tuple[int, ...], mesh: Mesh, *, is_even: bool
+    source: Placements, target: Placements, shape: tuple[int, ...], mesh: Mesh
 ) -> tuple[Move, ...]:
-    """As `redistribute`. ``is_even``: all splits divide their dimensions evenly."""
-    if is_even:
-        return tuple(_moves_to(source, target, shape, mesh, _no_paddings))
     gathered = _gathered(source, target, shape, mesh)
-    there = _moves_to(source, gathered, shape, mesh, paddings)
-    return (*there, *_moves_to(gathered, target, shape, mesh, paddings))
-
-
-Paddings = Callable[[Placements, Sequence[int], Mesh], Mapping[int, int]]
-"""A function like `paddings`."""
-
-
-def _no_paddings(placements: Placements, shape: Sequence[int], mesh: Mesh) -> Mapping[int, int]:
-    """The paddings of splits that are even."""
-    return _NO_PADDINGS
-
-
-_NO_PADDINGS: Mapping[int, int] = {}
+    return (*_moves_to(source, gathered, shape, mesh), *_moves_to(gathered, target, shape, mesh))
 
 
 def _gathered(
@@ -380,34 +364,26 @@ def _gathered(
 
 
 def _moves_to(
-    current: Placements,
-    target: Placements,
-    shape: tuple[int, ...],
-    mesh: Mesh,
-    paddings_of: Paddings,
+    current: Placements, target: Placements, shape: tuple[int, ...], mesh: Mesh
 ) -> Iterator[Move]:
     """The moves from ``current`` to ``target``, each that follows from where the last one ended."""
     while current != target:
-        move, current = _next_move(current, target, shape, mesh, paddings_of)
+        move, current = _next_move(current, target, shape, mesh)
         yield move
 
 
 def _next_move(
-    current: Placements,
-    target: Placements,
-    shape: tuple[int, ...],
-    mesh: Mesh,
-    paddings_of: Paddings,
+    current: Placements, target: Placements, shape: tuple[int, ...], mesh: Mesh
 ) -> tuple[Move, Placements]:
     """The first move on the way to ``target``, and the placements behind it."""
     pending = [a for a in range(mesh.num_axes) if current[a] != target[a]]
     goal = tuple(_next_goal(now, then) for now, then in zip(current, target))
-    group = _next_group(current, goal, shape, mesh, pending, paddings_of)
+    group = _next_group(current, goal, shape, mesh, pending)
     if group is None:
         group = (next(a for a in pending if current[a].state is State.SHARD),)
         goal = tuple(R if a in group else p for a, p in enumerate(goal))
     changed = _changed(current, group, goal)
-    return _make_move(current, changed, group, shape, mesh, paddings_of), changed
+    return _make_move(current, changed, group, shape, mesh), changed
 
 
 def _next_goal(now: Placement, then: Placement) -> Placement:
@@ -422,7 +398,6 @@ def _next_group(
     shape: tuple[int, ...],
     mesh: Mesh,
     pending: Iterable[int],
-    paddings_of: Paddings,
 ) -> tuple[int, ...] | None:
     """The axes of the next legal move: the earliest kind in `_ORDER`, merged where possible."""
     ordered = sorted(pending, key=lambda a: (_TURNS[current[a].state, target[a].state], a))
@@ -432,7 +407,7 @@ def _next_group(
             if _acts_as_one(current, target, group, axis, mesh):
                 group.append(axis)
         for axes in (tuple(group), (first,)):
-            if _is_legal(current, _changed(current, axes, target), shape, mesh, paddings_of):
+            if _is_legal(current, _changed(current, axes, target), shape, mesh):
                 return axes
     return None
 
@@ -445,17 +420,11 @@ def _changed(current: Placements, axes: Sequence[int], target: Placements) -> Pl
     return tuple(changed)
 
 
-def _is_legal(
-    current: Placements,
-    changed: Placements,
-    shape: tuple[int, ...],
-    mesh: Mesh,
-    paddings_of: Paddings,
-) -> bool:
+def _is_legal(current: Placements, changed: Placements, shape: tuple[int, ...], mesh: Mesh) -> bool:
     """Whether all splits stay valid and no other axis's padding changes."""
     if not is_valid(changed, shape, mesh):
         return False
-    before, after = (paddings_of(side, shape, mesh) for side in (current, changed))
+    before, after = paddings(current, shape, mesh), paddings(changed, shape, mesh)
     return all(after.get(dim, padding) == padding for dim, padding in before.items())
 
 
@@ -479,10 +448,9 @@ def _make_move(
     axes: tuple[int, ...],
     shape: tuple[int, ...],
     mesh: Mesh,
-    paddings_of: Paddings,
 ) -> Move:
     source, target = current[axes[0]], changed[axes[0]]
-    before, after = (paddings_of(side, shape, mesh) for side in (current, changed))
+    before, after = paddings(current, shape, mesh), paddings(changed, shape, mesh)
     return Move(
         kind=_KINDS[source.state, target.state],
         axes=axes,
@@ -490,8 +458,8 @@ def _make_move(
         target=target,
         local_outer=_local_outer(current, axes, source, mesh),
         target_local_outer=_local_outer(current, axes, target, mesh),
-        padding=before.get(source.dim, 0) if source.state is State.SHARD else 0,
-        target_padding=after.get(target.dim, 0) if target.state is State.SHARD else 0,
+        padding=before[source.dim] if source.state is State.SHARD else 0,
+        target_padding=after[target.dim] if target.state is State.SHARD else 0,
         shape=local_shape(shape, current, mesh),
     )
 

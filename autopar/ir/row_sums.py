@@ -1,7 +1,7 @@
-"""Operators that sum over rows what they compute from each row alone.
+"""Row sums: operators that map each row of their operands to a number, and add these up.
 
-They are made of regions of a captured graph (`autopar.frontend.rewrites.selected_losses`). Their
-first argument is a list of operands, their result a list of one sum.
+They are generated from a captured graph (`autopar.frontend.rewrites.selected_losses`). Each takes a
+list of operands and returns a list of one sum.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ NAMESPACE = "autopar_row_sums"
 
 @dataclass(frozen=True, slots=True)
 class RowSum:
-    """What the operands of such an operator have to do with rows.
+    """Which dimensions of a row sum's operands are rows.
 
-    ``num_dims``: how many dimensions the rows have, which are the first of the operands that
-    ``have_rows``; the others are the same for all rows.
+    An operand that ``have_rows`` marks begins with ``num_dims`` row dimensions; the others are
+    shared by all rows.
     """
 
     num_dims: int
@@ -24,4 +24,4 @@ class RowSum:
 
 
 ROW_SUMS: dict[str, RowSum] = {}
-"""The operators by name, as in ``str(op)``."""
+"""Row sums by the name of their operator, as in ``str(op)``."""

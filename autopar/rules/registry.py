@@ -65,6 +65,7 @@ class Rule:
 
 
 OpRuleFn = Callable[[Op], Rule]
+"""Makes the rule of an op, for operators that have none of their own."""
 
 _RULES: dict[str, Rule] = {}
 

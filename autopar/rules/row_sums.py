@@ -1,4 +1,4 @@
-"""Sums over rows of what generated operators compute from each row alone: split by rows."""
+"""Row sums of generated operators: split by rows, they are partial sums."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autopar.rules.space import Space, SpaceBuilder, layout
 
 
 def row_sum_space(op: Op, inputs: Sequence[Value], outputs: Sequence[Value | None]) -> Space | None:
-    """The sum of each shard's rows is a part of the sum."""
+    """Row dimensions are free and summed over; all others stay whole."""
     found = ROW_SUMS[op.target_name]
     first = inputs[found.have_rows.index(True)]
     builder = SpaceBuilder()
@@ -27,5 +27,5 @@ def row_sum_space(op: Op, inputs: Sequence[Value], outputs: Sequence[Value | Non
 
 @register_namespace(NAMESPACE)
 def row_sum_rule(op: Op) -> Rule:
-    """The rule of such an operator."""
+    """The rule of a row sum."""
     return Rule(space=row_sum_space)

@@ -19,12 +19,10 @@ from autopar.base.errors import CaptureError
 from autopar.base.torch_private import FakeTensorMode, largest_bytes
 from autopar.cost_models import Cluster
 from autopar.frontend.capture import capture
-from autopar.frontend.checking.gradients import compare_with_eager
 from autopar.ir.mesh import Mesh
 from autopar.planning.planner import make_planned
-from autopar.sharding.strategy import Analysis, Strategy
 from tests.models.test_odd_captures import Odd
-from tests.oracles import assert_same, lockstep_steps, random_assignment, reference_steps, state_of
+from tests.oracles import assert_splits_equal_eager, reference_steps
 
 
 def score(y: Tensor) -> Tensor:
@@ -141,6 +139,9 @@ def products(model: Odd, x: Tensor) -> Tensor:
 LEFT = [as_many_rows_as_selected, logarithms, products]
 
 
+MESHES = Mesh(("a",), (2,)), Mesh(("a", "b"), (2, 2)), Mesh(("a", "b"), (2, 2))
+
+
 def is_left(name: str) -> bool:
     return name == "aten.index_put.default" or name.startswith("autopar_regions.")
 
@@ -150,17 +151,8 @@ def test_writes_under_masks_train_as_in_eager(body):
     torch.manual_seed(0)
     model = Odd(body).double()
     batches = [{"x": torch.randn(4, 4, dtype=torch.float64)} for _ in range(3)]
-    captured = capture(model, batches[0])
-    names = {op.target_name for op in captured.graph.ops}
+    names = assert_splits_equal_eager(model, batches, MESHES)
     assert any(map(is_left, names)) == (body in LEFT), names
-    compare_with_eager(captured, model, batches[0])
-    expected = reference_steps(copy.deepcopy(model), batches)
-    analysis = Analysis(captured.graph)
-    for seed in range(3):
-        mesh = Mesh(("a", "b"), (2, 2)) if seed else Mesh(("a",), (2,))
-        strategy = Strategy(analysis, random_assignment(analysis, mesh, seed))
-        got = lockstep_steps(strategy, captured, state_of(model), batches)
-        assert_same(got, expected, tolerance=1e-9)
 
 
 def mean_of_rows_set(model: Odd, x: Tensor) -> Tensor:
@@ -211,5 +203,5 @@ def test_the_most_bytes_of_a_size_that_depends_on_data():
         assert largest_bytes(positions.untyped_storage()) == 15 * 2 * 8
         assert largest_bytes((positions[:, 0] * 2).untyped_storage()) == 15 * 8
         endless = torch.empty(environment.create_unbacked_symint())
-        with pytest.raises(CaptureError, match="no largest size"):
+        with pytest.raises(CaptureError, match="no upper bound"):
             largest_bytes(endless.untyped_storage())

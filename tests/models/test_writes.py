@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
 
@@ -16,9 +15,8 @@ from autopar.frontend.capture import capture
 from autopar.frontend.checking.evaluation import evaluate
 from autopar.frontend.checking.gradients import compare_with_eager
 from autopar.ir.mesh import Mesh
-from autopar.sharding.strategy import Analysis, Strategy
 from tests.models.test_odd_captures import Odd
-from tests.oracles import assert_same, lockstep_steps, random_assignment, reference_steps, state_of
+from tests.oracles import assert_splits_equal_eager
 
 
 def value(model: Odd, x: Tensor) -> Tensor:
@@ -143,14 +141,7 @@ def test_models_that_write_train_as_in_eager(body):
     torch.manual_seed(0)
     model = Odd(body).double()
     batches = [{"x": torch.randn(4, 4, dtype=torch.float64)} for _ in range(2)]
-    captured = capture(model, batches[0])
-    compare_with_eager(captured, model, batches[0])
-    expected = reference_steps(copy.deepcopy(model), batches)
-    analysis = Analysis(captured.graph)
-    for seed in range(3):
-        strategy = Strategy(analysis, random_assignment(analysis, Mesh(("a",), (2,)), seed))
-        got = lockstep_steps(strategy, captured, state_of(model), batches)
-        assert_same(got, expected, tolerance=1e-9)
+    assert_splits_equal_eager(model, batches, [Mesh(("a",), (2,))] * 3)
 
 
 def two_gradients_at_once(model: Odd, x: Tensor) -> Tensor:

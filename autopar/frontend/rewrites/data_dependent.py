@@ -23,9 +23,15 @@ import torch
 from torch import Tensor, fx
 
 from autopar.base.torch_private import autograd_again, is_composite, pytree
-from autopar.frontend.rewrites.edit import value_of
+from autopar.frontend.rewrites.edit import value_of, writes
 
-NAMESPACE = "autopar_regions"
+_NAMESPACE = "autopar_regions"
+_WEIGHTED = frozenset({
+    torch.ops.aten.cross_entropy_loss.default, torch.ops.aten.nll_loss_nd.default,
+    torch.ops.aten.nll_loss_forward.default, torch.ops.aten.binary_cross_entropy.default,
+    torch.ops.aten.binary_cross_entropy_with_logits.default,
+})  # fmt: skip
+"""Losses whose ``weight`` and ``pos_weight`` torch does not differentiate."""
 _known: dict[Any, Region] = {}
 
 
@@ -108,7 +114,7 @@ def _replace(
     outputs = [n for n in nodes if any(user not in inside for user in n.users)]
     operands = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside))
     tensors = [*operands, *outputs]
-    if not all(map(_may_be_inside, nodes)) or not all(map(_is_tensor, tensors)):
+    if not all(map(may_be_inside, nodes)) or not all(map(_is_tensor, tensors)):
         return
     if any(map(_is_dynamic, outputs if operands_are_dynamic else tensors)):
         return
@@ -132,11 +138,11 @@ def _replace(
     _sort(graph)
 
 
-def _may_be_inside(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
+def may_be_inside(node: fx.Node) -> bool:
+    """Whether a node may be part of a region: a call that neither draws random numbers nor writes
+    to its arguments."""
     is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    writes = schema is not None and schema.is_mutable
-    return node.op == "call_function" and not is_random and not writes
+    return node.op == "call_function" and not is_random and not writes(node)
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -172,15 +178,31 @@ def operator_of(
     body: fx.GraphModule,
     operands: Sequence[Tensor],
     outputs: Sequence[Tensor],
-    namespace: str = NAMESPACE,
+    namespace: str = _NAMESPACE,
 ) -> Any:
     """The operator that runs a graph of tensors like ``operands``; equal graphs share one. Its
     outputs have the shapes of ``outputs``, whatever its operands have."""
+    _detach_weights(body)
     kinds, metas = ([(tuple(x.shape), x.dtype) for x in side] for side in (operands, outputs))
     text = f"{body.code}{metas}{kinds}"
     name = "r" + hashlib.sha256(text.encode()).hexdigest()[:24]
     found = getattr(getattr(torch.ops, namespace), name, None)
     return found.default if found is not None else _define(namespace, name, body, metas)
+
+
+def _detach_weights(body: fx.GraphModule) -> None:
+    """Let losses read weights that need no gradient: a region asks for that of all operands."""
+    for node in [node for node in body.graph.nodes if node.target in _WEIGHTED]:
+        for place, argument in enumerate(node.target._schema.arguments):
+            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            if argument.name in ("weight", "pos_weight") and given is not None:
+                with body.graph.inserting_before(node):
+                    held = body.graph.call_function(torch.ops.aten.detach.default, (given,))
+                if place < len(node.args):
+                    node.update_arg(place, held)
+                else:
+                    node.update_kwarg(argument.name, held)
+    body.recompile()
 
 
 def _body(

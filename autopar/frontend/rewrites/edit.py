@@ -40,6 +40,12 @@ class Ops:
         return self(_ATEN.view.default, node, list(shape))
 
 
+def writes(node: fx.Node) -> bool:
+    """Whether a call writes to its arguments."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
 def meta_of(node: fx.Node) -> Any:
     return node.meta.get("val")
 

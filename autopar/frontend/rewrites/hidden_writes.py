@@ -314,8 +314,10 @@ def _unfolded(source: Any, dim: Any, size: Any, step: Any) -> tuple[Tensor, int,
 
 
 def _overlaps(view: Tensor) -> bool:
-    """Whether two elements of the view may share a memory location; False where its size depends
-    on data, as eager mode refuses to write to all but strided views that do."""
+    """Whether two elements of the view may share a memory location.
+
+    False for a view whose size depends on data: eager mode itself refuses writes to expanded ones.
+    """
     if any(type(number) is not int for number in (*view.shape, *view.stride())):
         return False
     reach = 1

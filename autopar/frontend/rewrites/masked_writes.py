@@ -5,9 +5,10 @@ many there are depends on data, so nothing of it can be split, and a GPU makes t
 the value is the same however many rows are selected, ``where`` computes the same.
 
 Input: an exported, functional program. Output: the same program with ``where`` in place of such
-writes. The value may be a row or a number, or rows that the same mask selects elsewhere, also with
-something added to them, or multiplied by a number: no more, as zero times the derivative in rows
-that are not selected is added to gradients, and must be finite.
+writes. The value may be a number, a row, or rows that the same mask selects elsewhere, also after
+an addition or a multiplication by a number. Other operators are left alone: ``where`` evaluates
+them in all rows, and where a derivative is infinite in a row that is not selected, the gradient
+becomes zero times infinity, which is NaN.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import fx
 
 from autopar.frontend.rewrites.edit import Ops, value_of
-from autopar.frontend.rewrites.row_masks import RowMask, erase_unused, is_fixed, mask_of
+from autopar.frontend.rewrites.row_masks import RowMask, is_fixed, mask_of
 
 _ATEN = torch.ops.aten
 _SUMS = frozenset({_ATEN.add.Tensor, _ATEN.sub.Tensor})
@@ -31,7 +32,7 @@ _PRODUCTS = frozenset({
 
 def select_by_masks(module: fx.GraphModule) -> None:
     """Rewrite the writes under masks of a functional graph."""
-    graph = module.graph
+    graph, num_known = module.graph, len(module.graph.nodes)
     for node in list(graph.nodes):
         if node.target is not _ATEN.index_put.default or not is_fixed(node):
             continue
@@ -49,8 +50,9 @@ def select_by_masks(module: fx.GraphModule) -> None:
             result = ops(_ATEN.where.self, mask.wide(ops), value, into)
         if value_of(result).stride() == value_of(node).stride():
             node.replace_all_uses_with(result)
-        erase_unused(graph, result, node)
-    module.recompile()
+    if len(graph.nodes) > num_known:
+        graph.eliminate_dead_code()
+        module.recompile()
 
 
 def _whole(ops: Ops, mask: RowMask, shape: torch.Size, rows: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Boolean masks that select rows, and tensors that are the same for every row.
+"""Indexing by a boolean mask.
 
-``x[mask]`` replaces the mask's dimensions by one of rows, as many as the mask selects.
+``x[mask]`` replaces the mask's dimensions by one dimension of rows: those that the mask selects.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from autopar.frontend.rewrites.edit import Ops, meta_of, value_of
 
 @dataclass(frozen=True, slots=True)
 class RowMask:
-    """A boolean mask of fixed shape, the first dimension that it selects from, and how many of the
-    tensor that it selects from are behind its own."""
+    """A boolean mask of fixed shape that indexes a tensor.
+
+    ``first`` is the first dimension that it indexes; ``num_behind`` dimensions follow those of the
+    mask.
+    """
 
     node: fx.Node
     first: int
@@ -27,14 +30,13 @@ class RowMask:
     def num_dims(self) -> int:
         return value_of(self.node).dim()
 
-    def wide(self, ops: Ops, mask: fx.Node | None = None) -> fx.Node:
-        """The mask, or one of its shape, such that it broadcasts to what it selects from."""
-        node = self.node if mask is None else mask
-        return ops.reshaped(node, [*value_of(node).shape, *[1] * self.num_behind])
+    def wide(self, ops: Ops) -> fx.Node:
+        """The mask, shaped to broadcast to the tensor that it indexes."""
+        return ops.reshaped(self.node, [*value_of(self.node).shape, *[1] * self.num_behind])
 
     def repeated(self, ops: Ops, value: fx.Node) -> fx.Node | None:
-        """A value that broadcasts to rows, with the mask's dimensions in place of theirs; None if
-        it has a number for each row."""
+        """A value that broadcasts to the selected rows, reshaped to broadcast to the tensor that
+        the mask indexes; None if it has one entry per selected row."""
         shape = list(value_of(value).shape)
         if len(shape) <= self.num_behind:
             return value
@@ -59,15 +61,3 @@ def is_fixed(node: Any) -> bool:
     """Whether it is a tensor whose sizes do not depend on data."""
     value = meta_of(node) if isinstance(node, fx.Node) else None
     return isinstance(value, Tensor) and all(type(size) is int for size in value.shape)
-
-
-def erase_unused(graph: fx.Graph, *nodes: Any) -> None:
-    """Erase calls that nobody reads, and what they alone read."""
-    waiting = [node for node in nodes if isinstance(node, fx.Node)]
-    erased: set[fx.Node] = set()
-    while waiting:
-        node = waiting.pop()
-        if node.op == "call_function" and not node.users and node not in erased:
-            erased.add(node)
-            waiting += node.all_input_nodes
-            graph.erase_node(node)

@@ -1,13 +1,13 @@
-"""Losses over rows that a boolean mask selects, as sums that can be split by rows.
+"""Losses over the rows that a boolean mask selects, as sums that can be split by rows.
 
 ``cross_entropy(logits[mask], labels[mask])`` and ``mse_loss(x[mask], y[mask])`` compute on as many
 rows as data says, so their ops cannot be split. But each device can sum the losses of the rows
 that are selected among its own: one generated operator does so, from the whole tensors and the mask
-(`autopar.ir.row_sums`). A mean is its sum divided by what the mask counts.
+(`autopar.ir.row_sums`). A mean is that sum divided by the number of elements.
 
-Input: an exported program, before its decompositions. Output: the same program, but for the order
-of sums, with such an operator for each loss, sum or mean of what is computed row by row from rows
-that one mask selects. Losses of anything else stay as they are.
+Input: an exported program, before its decompositions. Output: the same program, in which such an
+operator computes each loss, sum or mean over rows that one mask selects, if every op in between
+works row by row; additions may happen in another order. Other losses stay as they are.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, fx
 
-from autopar.frontend.rewrites.data_dependent import operator_of
-from autopar.frontend.rewrites.edit import Ops, meta_of, value_of
-from autopar.frontend.rewrites.row_masks import erase_unused, is_fixed, mask_of
+from autopar.frontend.rewrites.data_dependent import may_be_inside, operator_of
+from autopar.frontend.rewrites.edit import Ops, meta_of, value_of, writes
+from autopar.frontend.rewrites.row_masks import is_fixed, mask_of
 from autopar.ir.row_sums import NAMESPACE, ROW_SUMS, RowSum
 
 _ATEN = torch.ops.aten
@@ -43,7 +43,7 @@ _MEAN, _SUM = 1, 2
 
 def sum_losses_by_rows(module: fx.GraphModule) -> None:
     """Rewrite the losses over selected rows of a graph."""
-    graph = module.graph
+    graph, is_changed = module.graph, False
     for node in list(graph.nodes):
         if node.target in _OF_CLASSES | _OF_ELEMENTS | _REDUCTIONS:
             loss = _Loss.of(node)
@@ -51,13 +51,18 @@ def sum_losses_by_rows(module: fx.GraphModule) -> None:
                 with graph.inserting_before(node):
                     result = loss.summed_by_rows(Ops(graph, node))
                 node.replace_all_uses_with(result)
-                erase_unused(graph, node)
-    module.recompile()
+                _erase_unused(node)
+                is_changed = True
+    if is_changed:
+        module.recompile()
 
 
 class _Loss:
-    """A loss over the rows that ``masks``, which are equal, select. ``given`` are its arguments by
-    name, ``rows`` the calls that it is computed from, in their order."""
+    """A loss over selected rows.
+
+    ``masks`` are equal: the same mask, perhaps computed several times. ``given`` are the arguments
+    by name, ``rows`` the calls from the selections to the loss, in graph order.
+    """
 
     def __init__(self, node: fx.Node, masks: list[fx.Node], rows: list[fx.Node]) -> None:
         self.node, self.masks, self.rows = node, masks, rows
@@ -68,7 +73,7 @@ class _Loss:
     @staticmethod
     def of(node: fx.Node) -> _Loss | None:
         """The loss of a call, if it is one."""
-        sources = [argument for argument in node.args if _is_of_rows(argument)]
+        sources = [operand for operand in node.all_input_nodes if _is_of_rows(operand)]
         value = meta_of(node)
         is_number = isinstance(value, Tensor) and not value.dim() and value.is_floating_point()
         if not sources or not is_number or not _has_plain_arguments(node):
@@ -84,7 +89,7 @@ class _Loss:
         if not all(_are_equal(mask, masks[0], compared) for mask in masks):
             return None
         first = min(map(order.__getitem__, compared))
-        if any(map(_writes, list(node.graph.nodes)[first : order[node]])):
+        if any(map(writes, list(node.graph.nodes)[first : order[node]])):
             return None
         loss = _Loss(node, masks, rows)
         is_countable = node.target not in _OF_CLASSES or loss.labels() is not None
@@ -113,7 +118,7 @@ class _Loss:
         return result
 
     def _operands(self) -> tuple[list[fx.Node], tuple[bool, ...]]:
-        """The tensors that the operator reads, and which of them have rows."""
+        """The operator's operands, and for each whether its first dimensions are those of rows."""
         found = {self.mask: True}
         for node in (*self.rows, self.node):
             is_selection = node.target is _ATEN.index.Tensor
@@ -136,8 +141,6 @@ class _Loss:
                 inside[node] = graph.node_copy(node, inside.__getitem__)
                 inside[node].meta = {}
         given = dict(fx.map_arg(self.given, inside.__getitem__))
-        if self.node.target in _OF_CLASSES and given["weight"] is not None:  # it has no gradient
-            given["weight"] = graph.call_function(_ATEN.detach.default, (given["weight"],))
         total = given["self"]
         if self.node.target not in _REDUCTIONS:
             given["reduction"] = 0 if self.is_half else _SUM
@@ -155,7 +158,8 @@ class _Loss:
         return found
 
     def _count(self, ops: Ops) -> fx.Node:
-        """What the mean divides by: the number of selected elements, or the weight of labels."""
+        """The denominator of the mean: the number of selected elements, for classes the total
+        weight of the labels that are not ignored."""
         if self.node.target not in _OF_CLASSES:
             source = self.given["self"]
             num = value_of(source).shape[1:].numel()
@@ -199,7 +203,7 @@ def _is_of_rows(argument: Any) -> TypeGuard[fx.Node]:
 
 
 def _collect(node: fx.Node, found: set[fx.Node]) -> bool:
-    """Collect the calls that rows are computed from; False if one mixes rows, or is no row's."""
+    """Collect the calls between the selections and a node; False if one is not row-wise."""
     if node in found:
         return True
     found.add(node)
@@ -225,7 +229,7 @@ def _collect(node: fx.Node, found: set[fx.Node]) -> bool:
 
 
 def _are_equal(one: Any, other: Any, compared: set[fx.Node]) -> bool:
-    """Whether two arguments are computed alike; collects the calls of which that was asked."""
+    """Whether two arguments are results of equal expressions; collects the nodes that differ."""
     if isinstance(one, fx.Node) and isinstance(other, fx.Node):
         if one is other:
             return True
@@ -246,12 +250,10 @@ def _are_equal(one: Any, other: Any, compared: set[fx.Node]) -> bool:
 
 def _is_row_wise(node: fx.Node) -> bool:
     """Whether a call computes each row of its result from that row of its operands."""
-    tags = getattr(node.target, "tags", ())
     if node.target in _SOFTMAX:
         return int(node.args[1]) % value_of(node).dim() != 0  # type: ignore[arg-type]
-    is_random = torch.Tag.nondeterministic_seeded in tags
-    is_pointwise = torch.Tag.pointwise in tags and not is_random and not _writes(node)
-    return is_pointwise or node.target in _COPIES
+    is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return may_be_inside(node) and (is_pointwise or node.target in _COPIES)
 
 
 def _broadcast(node: fx.Node) -> fx.Node | None:
@@ -275,9 +277,13 @@ def _tensors(node: fx.Node) -> Iterator[fx.Node]:
     yield from node.all_input_nodes
 
 
-def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
+def _erase_unused(node: fx.Node) -> None:
+    """Erase a call that nobody reads, and the calls that it alone reads."""
+    if node.op == "call_function" and not node.users:
+        sources = node.all_input_nodes
+        node.graph.erase_node(node)
+        for source in sources:
+            _erase_unused(source)
 
 
 def _given(node: fx.Node) -> dict[str, Any]:
