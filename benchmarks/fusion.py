@@ -1,6 +1,7 @@
 """Arrays of models compared with the same models trained without fusion, on CPUs or one GPU.
 
     python benchmarks/fusion.py [--rounds 5] [--cases mlp convnet transformer] [--sizes 1 2 4 8]
+    python benchmarks/fusion.py --only-sweeps
 
 A contender trains B models on one shared batch, each with its own learning rate. Its time is that
 of `STEPS` steps of all models, and its samples per second count all models. A round runs every
@@ -8,10 +9,13 @@ contender once, in a new order. Contenders: ``array``, ``autopar.compile`` of al
 device; ``one by one``, eager PyTorch, one step of each model in turn; ``processes``, B concurrent
 processes, each with its share of the cores; ``vmap``, ``torch.func.stack_module_state`` under
 ``vmap`` with one optimizer for all (and so one learning rate). Case ``partial``: arrays of
-transformers in which the last k blocks differ between models and are computed model by model. Case
-``sweep``: 81 configurations, by random search and by Hyperband, in arrays, one by one, and in as
-many processes as there are cores. Writes medians and, by round, the array over the best other
-contender to benchmarks/results/fusion.json.
+transformers in which the last k blocks differ between models and are computed model by model.
+Writes medians and, by round, the array over the best other contender to
+benchmarks/results/fusion.json.
+
+Sweeps: 81 configurations, by random search and by Hyperband, in arrays, one by one, and in as many
+processes as there are cores; of a model that sweeps were tuned on, and of one that is held out.
+Writes benchmarks/results/sweeps.json.
 """
 
 from __future__ import annotations
@@ -38,10 +42,12 @@ import autopar
 from autopar.fusion import Candidate, Hyperband, RandomSearch, Searcher, Uniform, sweep
 
 RESULT = Path(__file__).parent / "results" / "fusion.json"
+SWEEPS = Path(__file__).parent / "results" / "sweeps.json"
 STEPS = 10
 BATCH = 32
 CLASSES = 10
 NUM_TRIALS, MAX_STEPS = 81, 81
+SWEPT, HELD_OUT = "mlp", "convnet"
 Batch = tuple[Tensor, Tensor]
 
 
@@ -268,20 +274,23 @@ def partly_fused(num_odd: int, num: int, rounds: int, device: str) -> dict[str, 
 SPACE = {"lr": Uniform(low=1e-4, high=1e-1, log=True)}
 
 
-def candidate(configuration: Any) -> Candidate:
+def candidate(name: str, configuration: Any) -> Candidate:
     torch.manual_seed(0)
     return Candidate(
-        model=mlp(), optimizer=functools.partial(torch.optim.AdamW, lr=configuration["lr"])
+        model=CASES[name][0]().train(),
+        optimizer=functools.partial(torch.optim.AdamW, lr=configuration["lr"]),
     )
 
 
-def serial(searcher: Searcher, batch: Batch, pool: Any = None) -> None:
+def serial(name: str, searcher: Searcher, batch: Batch, pool: Any = None) -> None:
     """Train every trial alone, one after another or in a pool of processes."""
     done: dict[int, int] = {}
     held: dict[int, Any] = {}
     while requests := list(searcher.ask()):
-        tasks = [(r.configuration, held.get(r.number), done.get(r.number, 0), r.num_steps, batch)
-                 for r in requests]  # fmt: skip
+        tasks = [
+            (name, r.configuration, held.get(r.number), done.get(r.number, 0), r.num_steps, batch)
+            for r in requests
+        ]
         found = map(_train, tasks) if pool is None else pool.imap(_train, tasks)
         for request, (value, state) in zip(requests, found):
             held[request.number], done[request.number] = state, request.num_steps
@@ -289,8 +298,8 @@ def serial(searcher: Searcher, batch: Batch, pool: Any = None) -> None:
 
 
 def _train(task: Any) -> tuple[float, Any]:
-    configuration, state, before, until, (x, y) = task
-    made = candidate(configuration)
+    name, configuration, state, before, until, (x, y) = task
+    made = candidate(name, configuration)
     optimizer = made.optimizer(list(made.model.parameters()))
     if state is not None:
         made.model.load_state_dict(state[0])
@@ -304,9 +313,9 @@ def _train(task: Any) -> tuple[float, Any]:
     return float(loss.detach()), (made.model.state_dict(), optimizer.state_dict())
 
 
-def swept(device: str) -> list[dict[str, Any]]:
+def swept(name: str, device: str) -> list[dict[str, Any]]:
     """Seconds of a whole sweep of 81 configurations, including starts of processes."""
-    _, batch = case("mlp", 1)
+    _, batch = case(name, 1)
     compile = functools.partial(
         autopar.compile, devices=[device], example_inputs=batch, loss_fn=F.cross_entropy,
         check_gradients=False, profile_limit_s=0,
@@ -316,23 +325,34 @@ def swept(device: str) -> list[dict[str, Any]]:
         "hyperband": lambda: Hyperband(SPACE, max_steps=MAX_STEPS),
     }
     return [
-        {"searcher": name, "seconds": _sweep_seconds(make, batch, compile)}
-        for name, make in searchers.items()
+        {
+            "case": name,
+            "held_out": name == HELD_OUT,
+            "searcher": searcher,
+            "seconds": _sweep_seconds(name, make, batch, compile),
+        }
+        for searcher, make in searchers.items()
     ]
 
 
 def _sweep_seconds(
-    make: Callable[[], Searcher], batch: Batch, compile: Callable[..., Any]
+    name: str, make: Callable[[], Searcher], batch: Batch, compile: Callable[..., Any]
 ) -> dict[str, float]:
     def concurrent() -> None:
         with multiprocessing.get_context("spawn").Pool(num_cores(), _one_thread) as pool:
-            serial(make(), batch, pool)
+            serial(name, make(), batch, pool)
 
     return {
         "arrays": _seconds(
-            lambda: sweep(candidate, make(), lambda _: batch, compile, array_size=NUM_TRIALS)
+            lambda: sweep(
+                functools.partial(candidate, name),
+                make(),
+                lambda _: batch,
+                compile,
+                array_size=NUM_TRIALS,
+            )
         ),
-        "serial": _seconds(lambda: serial(make(), batch)),
+        "serial": _seconds(lambda: serial(name, make(), batch)),
         "concurrent": _seconds(concurrent),
     }
 
@@ -353,9 +373,18 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=list(CASES))
     parser.add_argument("--sizes", nargs="*", type=int, default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--skip-sweeps", action="store_true")
+    parser.add_argument("--only-sweeps", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULT)
     given = parser.parse_args()
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    if not given.skip_sweeps:
+        rows = [row for name in (SWEPT, HELD_OUT) for row in swept(name, device)]
+        for row in rows:
+            print(json.dumps(row), flush=True)
+        content = {**setting("torch"), "device": device, "sweeps": rows}
+        SWEEPS.write_text(json.dumps(content, indent=1) + "\n")
+    if given.only_sweeps:
+        return
     result: dict[str, Any] = {**setting("torch"), "device": device, "rounds": given.rounds}
     result["arrays"] = []
     for name in given.cases:
@@ -365,9 +394,6 @@ def main() -> None:
     if "transformer" in given.cases:
         result["partial"] = [partly_fused(k, 4, given.rounds, device) for k in range(5)]
         print(json.dumps(result["partial"]), flush=True)
-    if not given.skip_sweeps:
-        result["sweeps"] = swept(device)
-        print(json.dumps(result["sweeps"]), flush=True)
     given.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
