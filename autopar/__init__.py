@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from autopar._version import __version__
+from autopar.base.gc_pause import collector_paused
 
 _PLACES = {
     "AutoparError": "autopar.base.errors:AutoparError",
@@ -52,7 +53,8 @@ __all__ = [*_PLACES, "__version__"]
 
 def __getattr__(name: str) -> Any:
     if name in _PLACES:
-        found = globals()[name] = pkgutil.resolve_name(_PLACES[name])
+        with collector_paused():  # nothing of a thousand modules is garbage
+            found = globals()[name] = pkgutil.resolve_name(_PLACES[name])
         return found
     if name in _PACKAGES:
         return import_module(f"{__name__}.{name}")

@@ -6,6 +6,8 @@ cd "$(dirname "$0")/.."
 # Each process computes on its own core: a team of threads for every rank's thread would spend most
 # of its time waiting.
 export OMP_NUM_THREADS=1
+# Hundreds of processes import autopar: bytecode is compiled once, whatever the environment says.
+unset PYTHONDONTWRITEBYTECODE
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy -p autopar

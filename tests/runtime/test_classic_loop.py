@@ -20,7 +20,7 @@ from autopar.base.errors import InputError, MissingError, NonFiniteError, StepEr
 from autopar.runtime.compiled import Compiled
 from tests.models.zoo import build
 from tests.oracles import loss_of
-from tests.runtime.test_spmd import torchrun
+from tests.runtime.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("reused_workers")
 
@@ -455,7 +455,7 @@ def test_the_first_call_may_compile() -> None:
 
 
 def test_under_torchrun() -> None:
-    torchrun(2, "tests.runtime.torchrun_loop")
+    run_ranks(2, "tests.runtime.torchrun_loop")
 
 
 def test_updates_count_as_steps_of_periodic_checkpoints(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from autopar.runtime.state.shards import check_local_inputs, local_part, microba
 from autopar.sharding.strategy import Strategy
 from tests.models.zoo import build
 from tests.oracles import random_assignment
-from tests.runtime.test_spmd import torchrun
+from tests.runtime.ranks import run_ranks
 
 
 @pytest.mark.sampled(4)
@@ -64,7 +64,7 @@ def test_rows_are_what_a_rank_passes(
 
 
 def test_ranks_load_their_own_samples() -> None:
-    torchrun(2, "tests.runtime.torchrun_data")
+    run_ranks(2, "tests.runtime.torchrun_data")
 
 
 def test_local_workers_are_given_the_whole_batch() -> None:

@@ -16,9 +16,9 @@ import autopar
 from autopar import Force, InputError, NonFiniteError, Precision, StepError, Update
 from tests.models.zoo import build
 from tests.oracles import loss_of, to_double
+from tests.runtime.ranks import run_ranks
 from tests.runtime.test_counted_memory import Branches, Deep, Tables, bags, images, rows
 from tests.runtime.test_early_update import Risky
-from tests.runtime.test_spmd import torchrun
 
 pytestmark = pytest.mark.usefixtures("reused_workers")
 
@@ -298,7 +298,7 @@ def test_under_torchrun_as_with_local_workers(tmp_path: Path) -> None:
     model, make_batch = build("mlp")
     batches = [make_batch(step) for step in range(3)]
     norms, state = eager(model, batches, SGD, by="second_pass")
-    torchrun(2, "tests.runtime.torchrun_early_clipping", str(tmp_path))
+    run_ranks(2, "tests.runtime.torchrun_early_clipping", str(tmp_path))
     found = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
     for one in found:
         assert one["norms"] == pytest.approx(norms, rel=1e-4)

@@ -22,7 +22,7 @@ from autopar.lowering.types import RankProgram
 from autopar.planning.constraints import Force
 from autopar.plans.document import Plan
 from autopar.runtime.compiled import Compiled
-from tests.runtime.test_spmd import torchrun
+from tests.runtime.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("reused_workers")
 
@@ -71,7 +71,9 @@ def has_masks(program: RankProgram) -> bool:
     return any(isinstance(x, fx.Node) for each in given for x in each)
 
 
-def assert_trains_as_eager(compiled: Compiled, model: nn.Module, batches: list[Batch]) -> None:
+def assert_trains_as_eager(
+    compiled: Compiled, model: nn.Module, batches: list[Batch], *, evaluates_losses: bool = False
+) -> None:
     reference = copy.deepcopy(model)
     optimizer = sgd(reference.parameters())
     for batch in batches:
@@ -82,7 +84,8 @@ def assert_trains_as_eager(compiled: Compiled, model: nn.Module, batches: list[B
         loss = compiled.train_step(**batch)
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
         with torch.no_grad():
-            for given in (batch, {k: v for k, v in batch.items() if k != "labels"}):
+            without_labels = {k: v for k, v in batch.items() if k != "labels"}
+            for given in (without_labels, *[batch] * evaluates_losses):
                 got = compiled.eval()(**given).logits
                 wanted = reference.eval()(**given).logits
                 torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
@@ -102,6 +105,7 @@ SETUPS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("setup", SETUPS)
 @pytest.mark.parametrize("make", [decoder, encoder])
 def test_batches_with_and_without_padding(make: Any, setup: str) -> None:
@@ -110,7 +114,8 @@ def test_batches_with_and_without_padding(make: Any, setup: str) -> None:
         assert compiled.plan.graph.full_masks == ("attention_mask",)
         assert not has_masks(compiled.program)
         assert "attention_mask int64[4, 12] of ones" in str(compiled.plan.report())
-        assert_trains_as_eager(compiled, model, BATCHES)
+        evaluates_losses = setup == "one device"
+        assert_trains_as_eager(compiled, model, BATCHES, evaluates_losses=evaluates_losses)
 
 
 def test_a_padded_example_is_for_all_masks(caplog: pytest.LogCaptureFixture) -> None:
@@ -237,4 +242,4 @@ def test_offloading_by_default_applies_all_masks() -> None:
 
 
 def test_ranks_with_shards_agree_on_the_program() -> None:
-    torchrun(2, "tests.runtime.torchrun_full_masks")
+    run_ranks(2, "tests.runtime.torchrun_full_masks")

@@ -53,10 +53,12 @@ def door(
             assert not thread.is_alive()
             return found
 
-        yield listener.getsockname()[1], come
-        thread.join(LIMIT_S)
-    for connected in found.values():
-        connected.close()
+        try:
+            yield listener.getsockname()[1], come
+        finally:
+            thread.join(LIMIT_S)
+            for connected in found.values():
+                connected.close()
 
 
 def to(port: int) -> Callable[[float], socket.socket]:
@@ -144,6 +146,23 @@ def test_who_listens_must_know_the_key_too() -> None:
     refused = pytest.raises(ConnectionResetError)
     with door(1, handshake.new_key(), 2.0) as (port, _), refused:
         handshake.connect(to(port), handshake.new_key(), 1, 1.0)
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+def test_a_rejection_is_told_though_the_last_attempt_has_no_time() -> None:
+    attempts: list[float] = []
+
+    def slow_after_the_first(limit_s: float) -> socket.socket:
+        attempts.append(limit_s)
+        if len(attempts) > 1:
+            time.sleep(limit_s)
+            raise TimeoutError("timed out")
+        return to(port)(limit_s)
+
+    refused = pytest.raises(ConnectionResetError)
+    with door(1, handshake.new_key(), 1.0) as (port, _), refused:
+        handshake.connect(slow_after_the_first, handshake.new_key(), 1, 0.5)
+    assert len(attempts) == 2
 
 
 @pytest.mark.parametrize("noise", [DEEP, b"{\n", b'[1, "kind"]\n', b'{"kind": 3}\n', b"\xff\n"])

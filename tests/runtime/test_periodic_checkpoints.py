@@ -27,6 +27,7 @@ from autopar.runtime.state.numbered_checkpoints import complete_checkpoints
 from autopar.runtime.workers.group import WorkerGroup
 from tests.runtime.conftest import Groups
 from tests.runtime.processes import ProbedService, runner_of
+from tests.runtime.ranks import run_ranks
 from tests.runtime.test_checkpoints import differing, everything, resumable
 from tests.runtime.test_spmd import torchrun
 from tests.runtime.test_state import (
@@ -298,7 +299,7 @@ def wait_for(folder: Path, pattern: str, num: int) -> None:
 def test_under_torchrun(tmp_path: Path) -> None:
     """A write that fails on one rank is told on both; another job goes on as if there were one."""
     for _ in range(2):
-        torchrun(2, "tests.runtime.torchrun_periodic", str(tmp_path))
+        run_ranks(2, "tests.runtime.torchrun_periodic", str(tmp_path))
     losses = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert losses[0] == losses[1]
 

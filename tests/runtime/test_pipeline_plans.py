@@ -33,7 +33,7 @@ from autopar.schedules.generators.refine import Costs, refine
 from tests.models.zoo import build
 from tests.oracles import Trained, assert_same, reference_steps, to_double
 from tests.runtime.conftest import Groups
-from tests.runtime.test_spmd import torchrun
+from tests.runtime.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("reused_workers")
 
@@ -322,7 +322,7 @@ def test_norms_count_each_parameter_once(model: nn.Module) -> None:
 
 
 def test_processes_of_torchrun(tmp_path: Path) -> None:
-    torchrun(2, "tests.runtime.torchrun_pipeline", str(tmp_path))
+    run_ranks(2, "tests.runtime.torchrun_pipeline", str(tmp_path))
     losses = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert losses[0] == losses[1]
 

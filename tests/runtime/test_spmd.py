@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from autopar.base.errors import DeviceError
 from autopar.runtime.runners import membership
+from tests.runtime.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,19 +39,19 @@ def test_training_equals_eager_on_every_rank(tmp_path: Path, how: str) -> None:
 
 
 def test_batches_of_other_shapes() -> None:
-    torchrun(2, "tests.runtime.torchrun_shapes")
+    run_ranks(2, "tests.runtime.torchrun_shapes")
 
 
 def test_shards_of_other_shapes() -> None:
-    torchrun(2, "tests.runtime.torchrun_local_shapes")
+    run_ranks(2, "tests.runtime.torchrun_local_shapes")
 
 
 def test_ranks_that_disagree_are_told_or_made_alike() -> None:
-    torchrun(2, "tests.runtime.torchrun_alike")
+    run_ranks(2, "tests.runtime.torchrun_alike")
 
 
 def test_compiling_again_joins_a_new_process_group() -> None:
-    torchrun(2, "tests.runtime.torchrun_again")
+    run_ranks(2, "tests.runtime.torchrun_again")
 
 
 def test_a_process_group_without_a_backend_for_the_devices_is_refused() -> None:

@@ -145,9 +145,10 @@ def connect(
     """Connect with ``make``, which takes a time limit in seconds, to a listener with the key.
 
     It tries again while there is time: among a crowd of strangers this rank may be rejected too.
-    Raises OSError.
+    Raises OSError: the last rejection, or, if the listener never answered, the last attempt's.
     """
     deadline_s = time.monotonic() + limit_s
+    rejection: OSError | None = None
     while True:
         left_s = max(deadline_s - time.monotonic(), 0.001)
         try:
@@ -162,9 +163,11 @@ def connect(
             return connected
         except PermissionError:
             raise
-        except OSError:
+        except OSError as error:
+            if not isinstance(error, TimeoutError):
+                rejection = error
             if time.monotonic() + _AGAIN_S >= deadline_s:
-                raise
+                raise rejection or error from None
             time.sleep(_AGAIN_S)
 
 
