@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import autopar
-from autopar.base.errors import CaptureError
+from autopar.base.errors import CaptureError, StepError
 from autopar.base.torch_private import FakeTensorMode, largest_bytes
 from autopar.cost_models import Cluster
 from autopar.frontend.capture import capture
@@ -106,10 +106,25 @@ def a_transposed_value(model: Odd, x: Tensor) -> Tensor:
     return score(y.t().reshape(16).view(4, 4))
 
 
+def features_among_words(model: Odd, x: Tensor) -> Tensor:
+    """The mask selects up to four of eight rows, which take those of the features in order."""
+    words, features = x.repeat(2, 1).view(2, 4, 4).cos(), model.linear(x)
+    mask = (x > 0)[:2] & (x[2:] > 0)
+    mask = mask & (mask.flatten().cumsum(0).view(2, 4) <= 4)
+    found = words.masked_scatter(mask.unsqueeze(-1).expand_as(words), features)
+    return score(found.sum(0)) + model.linear(found).square().mean()
+
+
+def parts_of_a_row(model: Odd, x: Tensor) -> Tensor:
+    """The mask is of shape ``[4, 1, 1]``, and the source has one dimension."""
+    parts, mask = model.linear(x).view(4, 2, 2), x[:, :1, None] > 0
+    return score(parts.masked_scatter(mask, model.linear.weight.view(16)).view(4, 4))
+
+
 SELECTED = [
     rows_set_to_a_parameter, elements_set_to_a_number, elements_set_to_an_element, columns_set,
     columns_of_parts_set, nothing_selected, rows_taken_from_another, rows_changed, rows_accumulated,
-    rows_cast, labels_that_are_left_out, a_transposed_value,
+    rows_cast, labels_that_are_left_out, a_transposed_value, features_among_words, parts_of_a_row,
 ]  # fmt: skip
 
 
@@ -136,14 +151,20 @@ def products(model: Odd, x: Tensor) -> Tensor:
     return score(z)
 
 
-LEFT = [as_many_rows_as_selected, logarithms, products]
+def elements_scattered(model: Odd, x: Tensor) -> Tensor:
+    """The mask selects single elements."""
+    return score(model.linear(x).masked_scatter(x > 0, model.linear.weight))
+
+
+LEFT = [as_many_rows_as_selected, logarithms, products, elements_scattered]
 
 
 MESHES = Mesh(("a",), (2,)), Mesh(("a", "b"), (2, 2)), Mesh(("a", "b"), (2, 2))
 
 
 def is_left(name: str) -> bool:
-    return name == "aten.index_put.default" or name.startswith("autopar_regions.")
+    kept = ("aten.index_put.default", "aten.masked_scatter.default")
+    return name in kept or name.startswith("autopar_regions.")
 
 
 @pytest.mark.parametrize("body", [*SELECTED, *LEFT], ids=lambda body: body.__name__)
@@ -153,6 +174,25 @@ def test_writes_under_masks_train_as_in_eager(body):
     batches = [{"x": torch.randn(4, 4, dtype=torch.float64)} for _ in range(3)]
     names = assert_splits_equal_eager(model, batches, MESHES)
     assert any(map(is_left, names)) == (body in LEFT), names
+
+
+def test_more_words_than_features_are_an_error():
+    torch.manual_seed(0)
+
+    def all_rows(model: Odd, x: Tensor) -> Tensor:
+        y = model.linear(x)
+        return score(y.masked_scatter(x[:, :1] > 0, model.linear.weight[:3]))
+
+    two, four = (
+        torch.tensor(signs).view(4, 1).expand(4, 4) * 1.0 for signs in ([1, 1, -1, -1], [1] * 4)
+    )
+    with autopar.compile(
+        Odd(all_rows), 1, example_inputs={"x": two}, profile_limit_s=0,
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+    ) as compiled:  # fmt: skip
+        compiled.train_step(x=two)
+        with pytest.raises(StepError, match="out of range"):
+            compiled.train_step(x=four)
 
 
 def mean_of_rows_set(model: Odd, x: Tensor) -> Tensor:

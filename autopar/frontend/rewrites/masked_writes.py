@@ -9,10 +9,16 @@ writes. The value may be a number, a row, or rows that the same mask selects els
 an addition or a multiplication by a number. Other operators are left alone: ``where`` evaluates
 them in all rows, and where a derivative is infinite in a row that is not selected, the gradient
 becomes zero times infinity, which is NaN.
+
+``masked_scatter`` with a mask of whole rows, as models that put the features of images among those
+of words have it, reads the k-th row of its source for the k-th row that is selected: a lookup at
+counted positions.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,25 +40,60 @@ def select_by_masks(module: fx.GraphModule) -> None:
     """Rewrite the writes under masks of a functional graph."""
     graph, num_known = module.graph, len(module.graph.nodes)
     for node in list(graph.nodes):
-        if node.target is not _ATEN.index_put.default or not is_fixed(node):
-            continue
-        into, indices, values, accumulates = (*node.args, False)[:4]
-        mask = mask_of(into, indices)
-        if mask is None or value_of(into).dtype is not value_of(values).dtype:
+        if node.target not in _SELECTIONS or not is_fixed(node):
             continue
         with graph.inserting_before(node):
-            ops = Ops(graph, node)
-            value = _whole(ops, mask, value_of(into).shape, values)
-            if value is None:
-                continue
-            if accumulates:
-                value = ops(_ATEN.add.Tensor, into, value)
-            result = ops(_ATEN.where.self, mask.wide(ops), value, into)
-        if value_of(result).stride() == value_of(node).stride():
+            result = _SELECTIONS[node.target](Ops(graph, node), *node.args)
+        if result is not None and value_of(result).stride() == value_of(node).stride():
             node.replace_all_uses_with(result)
     if len(graph.nodes) > num_known:
         graph.eliminate_dead_code()
         module.recompile()
+
+
+def _put(
+    ops: Ops, into: fx.Node, indices: Any, values: fx.Node, accumulates: bool = False
+) -> fx.Node | None:
+    mask = mask_of(into, indices)
+    if mask is None or value_of(into).dtype is not value_of(values).dtype:
+        return None
+    value = _whole(ops, mask, value_of(into).shape, values)
+    if value is None:
+        return None
+    if accumulates:
+        value = ops(_ATEN.add.Tensor, into, value)
+    return ops(_ATEN.where.self, mask.wide(ops), value, into)
+
+
+def _scattered(ops: Ops, into: fx.Node, mask: fx.Node, source: fx.Node) -> fx.Node | None:
+    """None if the mask tells elements of the last dimension apart, or the source has no rows."""
+    if not (is_fixed(mask) and is_fixed(source)):
+        return None
+    shape, given, rows = value_of(into).shape, value_of(mask), mask
+    num_row_dims = given.dim()
+    while num_row_dims and (
+        given.shape[num_row_dims - 1] == 1 or given.stride()[num_row_dims - 1] == 0
+    ):
+        num_row_dims -= 1
+        rows = ops(_ATEN.select.int, rows, -1, 0)
+    num_behind, width = len(shape) - num_row_dims, math.prod(shape[num_row_dims:])
+    num_elements = value_of(source).numel()
+    if given.dim() != len(shape) or value_of(rows).shape != shape[:num_row_dims]:
+        return None
+    if not (num_behind and width and num_elements) or num_elements % width:
+        return None
+    counted = ops(_ATEN.cumsum.default, ops.reshaped(rows, [-1]), 0)
+    places = ops(_ATEN.clamp.default, ops(_ATEN.sub.Tensor, counted, 1), 0)
+    found = ops(_ATEN.embedding.default, ops.reshaped(source, [-1, width]), places)
+    selected = RowMask(rows, 0, num_behind).wide(ops)
+    return ops(_ATEN.where.self, selected, ops.reshaped(found, shape), into)
+
+
+_SELECTIONS: dict[Any, Callable[..., fx.Node | None]] = {
+    _ATEN.index_put.default: _put,
+    _ATEN.masked_scatter.default: _scattered,
+}
+"""What replaces a write; None if it stays as it is."""
 
 
 def _whole(ops: Ops, mask: RowMask, shape: torch.Size, rows: Any) -> Any:
