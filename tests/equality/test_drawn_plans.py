@@ -20,20 +20,20 @@ NUM_STEPS = 2
 PROGRAMS = {
     "mlp": 28,
     "gpt2": 8,
-    "bert": 6,
-    "dlrm": 6,
-    "odd_layers": 6,
+    "dlrm": 8,
+    "odd_layers": 8,
+    "bert": 4,
     "transformer_encoder": 4,
-    "llama": 3,
-    "alexnet": 2,
-    "lstm": 2,
-    "mixtral": 2,
+    "llama": 2,
     "odd_vit": 2,
-    "resnet": 2,
+    "alexnet": 1,
+    "lstm": 1,
+    "mixtral": 1,
     "odd_gpt2": 1,
+    "resnet": 1,
 }
 """Programs drawn of each model; one of the others, which take longer, under fewer schedules."""
-MANY_SCHEDULES, FEW_SCHEDULES = 30, 12
+MANY_SCHEDULES, FEW_SCHEDULES = 30, 8
 """Schedules that each program is tried under, the plain one among them."""
 DIVIDED = ["gpt2 inside layers", "llama inside layers", "bert inside layers"]
 NAMES = [

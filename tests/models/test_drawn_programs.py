@@ -1,6 +1,6 @@
 """Drawn programs: once captured, each equals eager mode or is rejected.
 
-`make test` draws 200, and 66 more that have buffers and are trained for some steps;
+`make test` draws 100, and 33 more that have buffers and are trained for some steps;
 ``make exhaustive`` draws 3,000, and 1,000.
 """
 
@@ -34,11 +34,11 @@ from tests.oracles import (
     state_of,
 )
 
-NUM_PROGRAMS = 3000 if EXHAUSTIVE else 200
+NUM_PROGRAMS = 3000 if EXHAUSTIVE else 100
 FIRST = int(os.environ.get("AUTOPAR_FIRST_DRAWN_PROGRAM", "0"))
 TOLERANCE = 1e-8
 MOST_REFUSED = 0.1
-STRIDE = 20
+STRIDE = 10
 """One in so many is split too."""
 NUM_WITH_BUFFERS = NUM_PROGRAMS // 3
 COMPILED_STRIDE = 5

@@ -33,6 +33,7 @@ def without_rewrite(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(capturing, name, instead.get(name, lambda *_: None))
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", [*MODELS, *MORE_MODELS, *UNEVEN_MODELS])
 def test_every_model_of_the_tests_passes(name):
     model, make_batch = build(name)

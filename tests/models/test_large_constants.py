@@ -19,6 +19,7 @@ from tests.oracles import lockstep_steps, random_assignment, state_of
 MESHES = [Mesh(("a",), (2,)), Mesh(("a", "b"), (2, 2))]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
 def test_what_is_made_in_each_step_equals_eager(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(name, num_steps=2)

@@ -50,6 +50,7 @@ def uncounted_flops(op: Op, graph: Graph) -> int:
     return 0
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", [*MODELS, *MORE_MODELS])
 def test_share_of_flops_that_can_be_split(name, capsys):
     model, make_batch = build(name)

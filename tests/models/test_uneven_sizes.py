@@ -60,6 +60,7 @@ def count_padded(strategy: Strategy) -> int:
     )
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("mesh", list(MESHES))
 @pytest.mark.parametrize("name", list(UNEVEN_MODELS))
 def test_random_assignments_equal_eager(name, mesh):

@@ -288,6 +288,7 @@ def test_counted_is_held(case: str, optimizer: Any) -> None:
     assert counted_bytes(compiled) == pytest.approx(held, rel=0.03)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("num_dims", "channels", "num_transposed", "rows", "size"),
     [(1, 20, 1, 32, 400), (2, 4, 0, 2, 32), (2, 12, 1, 8, 28), (2, 16, 0, 4, 24), (3, 6, 1, 4, 12)],
@@ -316,6 +317,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_memory_within_operators_is_counted(layer: str, recompute: str) -> None:

@@ -54,7 +54,7 @@ from tests.runtime.processes import process_steps, runner_of
 DEVICE = Cluster.preset("cpu", nodes=1, devices_per_node=1).device
 NEAR = 1.01
 """The tolerance of the memory model."""
-NUM_DRAWN = 500 if EXHAUSTIVE else 12
+NUM_DRAWN = 500 if EXHAUSTIVE else 8
 OPTIMIZERS: list[Any] = [
     functools.partial(torch.optim.SGD, lr=0.05),
     functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
@@ -351,7 +351,7 @@ def test_offloading_fits_what_did_not_and_trains_the_same(
     assert losses(replayed) == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("reused_workers")
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_repeated_in_a_step_moves_too(form: str, groups: Groups) -> None:
@@ -433,6 +433,7 @@ ACCUMULATED: dict[str, tuple[int, float, dict[str, Any]]] = {
 to them: so little that gradients move."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("reused_workers")
 @pytest.mark.parametrize("form", ACCUMULATED)
 def test_gradients_move_between_the_micro_batches_that_contribute(

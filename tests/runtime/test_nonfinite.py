@@ -166,7 +166,7 @@ def assert_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bad_batches_leave_no_trace(compiled_for: Any, kind: str) -> None:
     reference = compiled_for(kind, "ignore")

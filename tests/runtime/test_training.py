@@ -69,7 +69,7 @@ def pairs() -> list[tuple[str, str]]:
     return [(name, x) for name, x in every if name == "gpt2" or usual[name] == x]
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("name", "strategy"), pairs())
 def test_searched_and_known_strategies(name: str, strategy: str, groups: Groups) -> None:
     check(name, groups, planned(name, strategy).strategy)

@@ -71,10 +71,10 @@ def main() -> None:
     lengths = [(8, 8), (6, 8), (8, 5), (2, 6), (12, 4), (6, 8), (8, 8)]
     texts = [text(seed, *shape) for seed, shape in enumerate(lengths)]
     train(Tagger().double(), texts, "data parallel")
-    train(Tagger().double(), texts, "zero3")
+    train(Tagger().double(), texts[:4], "zero3")
     samples = [rows(seed, num) for seed, num in enumerate((8, 6, 4, 8))]
     train(Net().double(), samples, "data parallel")
-    train(Tagger().double(), texts, "data parallel", num_microbatches=2)
+    train(Tagger().double(), texts[:4], "data parallel", num_microbatches=2)
 
 
 if __name__ == "__main__":
