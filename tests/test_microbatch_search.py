@@ -92,6 +92,7 @@ def needed_bytes(cluster: str) -> int:
     return sum(planned(cluster).prediction.memory_bytes.values())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("share", [0.8, 0.4, 0.25])
 def test_no_number_of_micro_batches_is_faster(cluster: str, share: float) -> None:

@@ -1,6 +1,6 @@
 """Plans take the best form of the best schedule: drawn models, clusters, micro-batches, limits.
 
-20 of them, 300 in ``make exhaustive``.
+8 of them, 300 in ``make exhaustive``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.schedules import Kind
 from autopar.schedules.generators.forms import forms
 from tests.effort import EXHAUSTIVE
 
-NUM_CASES = 300 if EXHAUSTIVE else 20
+NUM_CASES = 300 if EXHAUSTIVE else 8
 NUM_BY_HAND = 2
 
 

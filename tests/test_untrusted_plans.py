@@ -21,7 +21,7 @@ from autopar.schedules import build, format_schedule, parse_schedule, verify
 from tests.effort import EXHAUSTIVE
 from tests.plan_fuzz import KINDS, make_case, tally
 
-NUM_PLANS = 100_000 if EXHAUSTIVE else 2000
+NUM_PLANS = 100_000 if EXHAUSTIVE else 1000
 SHARE_RUN = 0.2 if NUM_PLANS <= 2000 else 1.0
 
 
