@@ -11,9 +11,9 @@ from pathlib import Path
 
 from tests.faults.launch import ROOT
 
-NUMBERS = "0-20,110,118,179"
+NUMBERS = "0-15,110,118,179"
 """The last three are faults in compile, and in a capture, that were once not named."""
-NUM_INJECTIONS = 24
+NUM_INJECTIONS = 19
 LIMIT_S = 540
 
 
