@@ -62,7 +62,7 @@ def pairs() -> list[tuple[str, str]]:
     return [pair for pair in found if divides(*pair)]
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [

@@ -267,7 +267,7 @@ OTHERS = [  # each holds as much as the parameters, or several of its own, besid
 ]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("case", "optimizer"),
     [
