@@ -156,7 +156,13 @@ def elements_scattered(model: Odd, x: Tensor) -> Tensor:
     return score(model.linear(x).masked_scatter(x > 0, model.linear.weight))
 
 
-LEFT = [as_many_rows_as_selected, logarithms, products, elements_scattered]
+def a_scalar_scattered_over(model: Odd, x: Tensor) -> Tensor:
+    """The mask broadcasts the tensor that is written to."""
+    mean = model.linear(x).mean().view(1)
+    return score(x + mean.masked_scatter((x[0, :1] > 0).expand(4), model.linear.bias))
+
+
+LEFT = [as_many_rows_as_selected, logarithms, products, elements_scattered, a_scalar_scattered_over]
 
 
 MESHES = Mesh(("a",), (2,)), Mesh(("a", "b"), (2, 2)), Mesh(("a", "b"), (2, 2))

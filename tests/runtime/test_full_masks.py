@@ -22,6 +22,7 @@ from autopar.lowering.types import RankProgram
 from autopar.planning.constraints import Force
 from autopar.plans.document import Plan
 from autopar.runtime.compiled import Compiled
+from tests.effort import EXHAUSTIVE
 from tests.runtime.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("reused_workers")
@@ -72,7 +73,11 @@ def has_masks(program: RankProgram) -> bool:
 
 
 def assert_trains_as_eager(
-    compiled: Compiled, model: nn.Module, batches: list[Batch], *, evaluates_losses: bool = False
+    compiled: Compiled,
+    model: nn.Module,
+    batches: list[Batch],
+    *,
+    evaluates_losses: bool = EXHAUSTIVE,
 ) -> None:
     reference = copy.deepcopy(model)
     optimizer = sgd(reference.parameters())
@@ -114,7 +119,7 @@ def test_batches_with_and_without_padding(make: Any, setup: str) -> None:
         assert compiled.plan.graph.full_masks == ("attention_mask",)
         assert not has_masks(compiled.program)
         assert "attention_mask int64[4, 12] of ones" in str(compiled.plan.report())
-        evaluates_losses = setup == "one device"
+        evaluates_losses = EXHAUSTIVE or setup == "one device"
         assert_trains_as_eager(compiled, model, BATCHES, evaluates_losses=evaluates_losses)
 
 

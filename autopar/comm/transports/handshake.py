@@ -145,7 +145,7 @@ def connect(
     """Connect with ``make``, which takes a time limit in seconds, to a listener with the key.
 
     It tries again while there is time: among a crowd of strangers this rank may be rejected too.
-    Raises OSError: the last rejection, or, if the listener never answered, the last attempt's.
+    Raises OSError: of the last attempt that did not time out, if there was one.
     """
     deadline_s = time.monotonic() + limit_s
     rejection: OSError | None = None

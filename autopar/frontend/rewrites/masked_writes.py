@@ -44,11 +44,15 @@ def select_by_masks(module: fx.GraphModule) -> None:
             continue
         with graph.inserting_before(node):
             result = _SELECTIONS[node.target](Ops(graph, node), *node.args)
-        if result is not None and value_of(result).stride() == value_of(node).stride():
+        if result is not None and _layout(result) == _layout(node):
             node.replace_all_uses_with(result)
     if len(graph.nodes) > num_known:
         graph.eliminate_dead_code()
         module.recompile()
+
+
+def _layout(node: fx.Node) -> tuple[torch.Size, tuple[int, ...]]:
+    return value_of(node).shape, value_of(node).stride()
 
 
 def _put(
@@ -69,19 +73,21 @@ def _scattered(ops: Ops, into: fx.Node, mask: fx.Node, source: fx.Node) -> fx.No
     """None if the mask tells elements of the last dimension apart, or the source has no rows."""
     if not (is_fixed(mask) and is_fixed(source)):
         return None
-    shape, given, rows = value_of(into).shape, value_of(mask), mask
+    shape, given = value_of(into).shape, value_of(mask)
     num_row_dims = given.dim()
     while num_row_dims and (
         given.shape[num_row_dims - 1] == 1 or given.stride()[num_row_dims - 1] == 0
     ):
         num_row_dims -= 1
-        rows = ops(_ATEN.select.int, rows, -1, 0)
     num_behind, width = len(shape) - num_row_dims, math.prod(shape[num_row_dims:])
     num_elements = value_of(source).numel()
-    if given.dim() != len(shape) or value_of(rows).shape != shape[:num_row_dims]:
+    if given.dim() != len(shape) or given.shape[:num_row_dims] != shape[:num_row_dims]:
         return None
     if not (num_behind and width and num_elements) or num_elements % width:
         return None
+    rows = mask
+    for _ in range(num_behind):
+        rows = ops(_ATEN.select.int, rows, -1, 0)
     counted = ops(_ATEN.cumsum.default, ops.reshaped(rows, [-1]), 0)
     places = ops(_ATEN.clamp.default, ops(_ATEN.sub.Tensor, counted, 1), 0)
     found = ops(_ATEN.embedding.default, ops.reshaped(source, [-1, width]), places)
