@@ -12,6 +12,7 @@ import importlib
 import logging
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -52,6 +53,7 @@ __all__ = [
     "add_to_each",
     "allocations",
     "autograd_again",
+    "body_of",
     "canonical_call",
     "clear_matmul_workspaces",
     "compile_graph",
@@ -78,8 +80,8 @@ __all__ = [
     "pytree",
     "runs_uncompiled",
     "without_detected_masks",
-    "without_fake_tensor_log",
     "without_generated_code",
+    "without_logs_of_missing_data",
     "without_patched_modules",
     "without_vmap_loops",
     "written_arguments",
@@ -146,18 +148,34 @@ def lazy_graph_module(root: nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphM
         return _make_graph_module(root, graph)
 
 
-# The logger of torch._subclasses.fake_tensor (2.13): each operator that fails without data writes
-# its stack, of hundreds of lines, before the exception.
+# The loggers of torch._subclasses.fake_tensor, to which operators that fail without data write a
+# stack of hundreds of lines before the exception, and of symbolic_shapes in
+# torch.fx.experimental, which proposes checks by names of its own symbols (2.13).
 @contextlib.contextmanager
-def without_fake_tensor_log() -> Iterator[None]:
-    """Run without the log of operators that fail on tensors without data."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.disabled
-    logger.disabled = True
+def without_logs_of_missing_data() -> Iterator[None]:
+    """Run without the logs of operators that fail on tensors without data."""
+    names = "torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes"
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
     try:
         yield
     finally:
-        logger.disabled = before
+        for logger, was_disabled in zip(loggers, before):
+            logger.disabled = was_disabled
+
+
+# torch.nn.functional imports has_torch_function_variadic, by which a function tells a mode of its
+# call; in its body there is no mode (2.11 to 2.13).
+def body_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The body of a function of ``torch.nn.functional``, without telling a mode of the call."""
+    names = {**function.__globals__, "has_torch_function_variadic": lambda *_: False}
+    body = types.FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
+    body.__kwdefaults__ = function.__kwdefaults__
+    return body
 
 
 # torch.nn.modules.transformer._detect_is_causal_mask (2.11 to 2.13): it compares the mask with a

@@ -13,7 +13,7 @@ import contextlib
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +29,12 @@ from autopar.base.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    data_dependent_errors,
     keyed_leaves,
     pytree,
     without_detected_masks,
-    without_fake_tensor_log,
     without_generated_code,
+    without_logs_of_missing_data,
 )
 from autopar.frontend.assignments import HeldTensors
 from autopar.frontend.attention_masks import masks_of_eager_mode
@@ -136,7 +137,7 @@ class Step(nn.Module):
         if self.targets is not None:
             args, kwargs, (target_args, target_kwargs) = self.targets.take(args, kwargs)
         held = HeldTensors(self) if torch.compiler.is_exporting() else None
-        with self.within():
+        with self.within(), _without_printed_graphs():
             output = call_model(self.model, args, kwargs, self.precision)
             loss = self._loss(output, target_args, target_kwargs) if self.with_loss else None
         leaves, self.output.spec = pytree.tree_flatten(output)
@@ -155,6 +156,20 @@ class Step(nn.Module):
             return loss
         output = in_single(output, self.precision)
         return checked_loss(self.loss_fn(output, *args, **kwargs), of="what loss_fn returns")
+
+
+class _NeedsData(RuntimeError):
+    """A trace that fails for lack of data, under a message for which torch prints no graph."""
+
+
+@contextlib.contextmanager
+def _without_printed_graphs() -> Iterator[None]:
+    try:
+        yield
+    except data_dependent_errors() as error:
+        if not torch.compiler.is_exporting():
+            raise
+        raise _NeedsData("a value is read") from error
 
 
 def _plain(leaf: Any) -> Any:
@@ -273,7 +288,7 @@ def _exported(
     fake_args, fake_kwargs = pytree.tree_map_only(Tensor, fake, (args, kwargs))
     with (
         without_generated_code(),
-        without_fake_tensor_log(),
+        without_logs_of_missing_data(),
         without_detected_masks(),
         masks_of_eager_mode(full),
     ):
@@ -281,7 +296,9 @@ def _exported(
             return step, _export(step, fake_args, fake_kwargs)
         except (CaptureError, InputError):
             raise
-        except Exception as error:
+        except Exception as raised:
+            error = raised.__cause__ if isinstance(raised, _NeedsData) else raised
+            assert isinstance(error, Exception)
             with mode:  # which makes the tensors of its code fake too
                 failed = _fails_without_data(stepped(fake), fake_args, fake_kwargs)
             if failed is not None:

@@ -24,6 +24,7 @@ from autopar.base.errors import CaptureError, InputError
 from autopar.base.source_files import PACKAGE, is_users, lies_in
 from autopar.base.torch_private import (
     FakeTensor,
+    body_of,
     has_backward_hooks,
     has_gradient_hooks,
     in_reverse_mode,
@@ -32,6 +33,7 @@ from autopar.base.torch_private import (
     without_transforms,
 )
 from autopar.frontend.low_precision import BATCH_NORMS
+from autopar.frontend.value_checks import is_truth, passing_answer, warn_of
 from autopar.ir.graph import Graph
 
 _READ_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
@@ -43,6 +45,8 @@ _SEEDING = tuple(
     for name in ("manual_seed", "seed", "set_rng_state", "fork_rng")
     if hasattr(module, name)
 )
+_CHECKING = {nn.functional.gaussian_nll_loss: body_of(nn.functional.gaussian_nll_loss)}
+"""Functions of torch that check values, with their bodies."""
 _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
 
@@ -55,9 +59,15 @@ PADDED = (
 
 
 class UntracedCalls(TorchFunctionMode):
-    """A tracing mode: reads of ``data`` become ``detach()``; other untraceable calls fail."""
+    """A tracing mode: reads of ``data`` become ``detach()``, checks of values pass
+    (`autopar.frontend.value_checks`), and other untraceable calls fail."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_truth(func, args) and _is_exported_directly():
+            answer = passing_answer(_caller())
+            if answer is not None:
+                warn_of(users_line())
+                return answer
         if func == _READ_DATA:
             return args[0].detach()
         if func == _SET_DATA:
@@ -87,6 +97,9 @@ class UntracedCalls(TorchFunctionMode):
         if _is_exported_directly():
             # A node that is given no stack trace gets one of all frames, which takes long.
             set_stack_trace(_in_forward())
+        if func in _CHECKING:
+            with self:  # which is told of the calls inside, too
+                return _CHECKING[func](*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if torch.is_grad_enabled() and _is_exported_directly():
             _refuse_unregistered((args, kwargs), result)
@@ -121,8 +134,34 @@ def _refuse_unregistered(given: Any, result: Any) -> None:
 def untraced_calls() -> Iterator[None]:
     """A context around a traced call of the model, in which untraceable calls are refused, and each
     node knows the line of the user's code that made it."""
-    with _refusing_reseeding(), preserve_node_meta(), UntracedCalls():
+    with _refusing_reseeding(), _keeping_modules(), preserve_node_meta(), UntracedCalls():
         yield
+
+
+@contextlib.contextmanager
+def _keeping_modules() -> Iterator[None]:
+    """A context in which modules may be moved and converted to where and what they are already, in
+    this thread."""
+    here, convert = threading.get_ident(), nn.Module._apply
+
+    def kept(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        if threading.get_ident() != here:
+            return convert(self, fn, recurse)
+        for tensor in (*self.parameters(recurse), *self.buffers(recurse)):
+            found = fn(tensor)
+            if (found.dtype, found.device) != (tensor.dtype, tensor.device):
+                _refuse(
+                    f"converts a module to {found.dtype} on {found.device}",
+                    "Convert it before the model is compiled, or compute with converted tensors: "
+                    "functional_call() takes those in place of parameters",
+                )
+        return self
+
+    nn.Module._apply = kept  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = convert  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -212,6 +251,14 @@ def _refuse(what: str, fix: str) -> None:
         f"the model cannot be captured as one graph: at {users_line()} it {what}\n"
         f"How to fix it: {fix}"
     )
+
+
+def _caller() -> FrameType:
+    """The frame that called torch, behind those of the modes that are told of the call."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def _is_ours() -> bool:

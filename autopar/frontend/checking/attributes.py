@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.base.torch_private import FakeTensorMode, pytree, without_fake_tensor_log
+from autopar.base.torch_private import FakeTensorMode, pytree, without_logs_of_missing_data
 from autopar.frontend.capture import Step
 from autopar.frontend.copies import copy_with
 from autopar.frontend.reader import loss_fn_name
@@ -46,7 +46,7 @@ def attributes_after(
     args, kwargs = pytree.tree_map_only(Tensor, fake, (tuple(call.args), dict(call.kwargs)))
     targets = None if loss_fn is None else find_targets(loss_fn, model, args, kwargs)
     step = Step(model, loss_fn, targets, with_loss=loss_fn is not None)
-    with warnings.catch_warnings(), without_fake_tensor_log(), mode:
+    with warnings.catch_warnings(), without_logs_of_missing_data(), mode:
         warnings.simplefilter("ignore")
         try:
             step(*args, **kwargs)

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from autopar.base.errors import InputError
 from autopar.base.source_files import is_users
-from autopar.base.torch_private import without_fake_tensor_log
+from autopar.base.torch_private import without_logs_of_missing_data
 from autopar.frontend.untraced import users_line
 
 _OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
@@ -48,7 +48,7 @@ def failure_of(
     error begins with ``what``, and ends with a ``fix`` if there is one.
     """
     last = _LastCall()
-    with warnings.catch_warnings(record=True) as said, without_fake_tensor_log():
+    with warnings.catch_warnings(record=True) as said, without_logs_of_missing_data():
         warnings.simplefilter("always")
         try:
             with torch.autograd.set_detect_anomaly(True, check_nan=False):
