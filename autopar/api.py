@@ -368,10 +368,14 @@ def _array(
     if nonfinite != LEAVE:
         check_nonfinite(nonfinite, LEAVE)
 
-    def start(stacked: nn.Module, captured: Captured, inputs: Any, array: ArrayOptions) -> Compiled:
+    def start(
+        stacked: nn.Module, captured: Captured, inputs: Any, array: ArrayOptions, checks: bool
+    ) -> Compiled:
+        asked = options.keywords  # type: ignore[attr-defined]
         made = options(
-            loss_fn=None, optimizer=array.models[0].optimizer, lr_scheduler=None,
-            max_grad_norm=None, seed=None, array=array,
+            check_gradients=checks and asked["check_gradients"], loss_fn=None,
+            optimizer=array.models[0].optimizer, lr_scheduler=None, max_grad_norm=None, seed=None,
+            array=array,
             nonfinite="skip" if nonfinite == LEAVE else nonfinite,
         )  # fmt: skip
         compiler = _Compiler(stacked, devices, made, progress=progress)

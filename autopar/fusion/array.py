@@ -23,6 +23,7 @@ from autopar.frontend.alike import capture_key
 from autopar.frontend.capture import Captured, Step, capture, split_inputs
 from autopar.frontend.copies import copy_with
 from autopar.frontend.targets import find_targets
+from autopar.frontend.untraced import refuse_hooks
 from autopar.fusion.fuse import LOSSES, Fused, fuse
 from autopar.fusion.members import Member, batches_of, has_batches
 from autopar.fusion.snapshot import Saved, Snapshot, load_array, save_array
@@ -36,8 +37,10 @@ from autopar.runtime.state.model_options import ArrayOptions, ModelOptions, RowR
 from autopar.runtime.state.schedulers import checked_scheduler
 from autopar.runtime.step.array import LOSS, NORM, UPDATED
 
-Start: TypeAlias = Callable[[StackedModels, Captured, tuple[Tensor, ...], ArrayOptions], Compiled]
-"""Plans, lowers and starts the graph of an array."""
+Start: TypeAlias = Callable[
+    [StackedModels, Captured, tuple[Tensor, ...], ArrayOptions, bool], Compiled
+]
+"""Plans, lowers and starts the graph of an array; the last argument says whether it is checked."""
 
 Call: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]
 """The positional and the keyword arguments of a call."""
@@ -64,12 +67,12 @@ class Array(Closing):
         nonfinite_leaves: bool = False,
         raises: bool = True,
     ) -> None:
-        self.members = tuple(members)
         self._start = start
         self._nonfinite_leaves = nonfinite_leaves
         self._raises = raises
         self._batches, self.shares_batch = batches_of(example_inputs, len(members))
-        self._captures = _captures_of(self.members, self._batches)
+        self._captures = _captures_of(members, self._batches)
+        self.members = tuple(member.apart() for member in members)
         self._steps = [_step_of(m, inputs) for m, inputs in zip(self.members, self._batches)]
         self._states: dict[int, dict[str, Tensor]] = {}
         self._training: dict[int, ModelState] = {}
@@ -79,13 +82,14 @@ class Array(Closing):
         states = [
             {k: v.detach() for k, v in state_of(m.model, m.loss_fn).items()} for m in self.members
         ]
-        self._compiled = self._made(dict(enumerate(states)))
+        self._compiled = self._made(dict(enumerate(states)), checks=True)
 
     def __repr__(self) -> str:
         return f"<Array of {len(self.members)} models, {len(self.active)} of them training>"
 
-    def _made(self, states: Mapping[int, Mapping[str, Tensor]]) -> Compiled:
-        """Compile the active models, starting from these states."""
+    def _made(self, states: Mapping[int, Mapping[str, Tensor]], *, checks: bool) -> Compiled:
+        """Compile the active models, starting from these states. The graph is compared with eager
+        mode only if it ``checks``: with later weights the example's loss need not be finite."""
         active = self.active
         captures = [self._captures[i] for i in active]
         own = [states[i] for i in active]
@@ -97,7 +101,8 @@ class Array(Closing):
             own,
         )
         example = self._tensors([split_inputs(self._batches[i]) for i in active])
-        return self._start(stacked, self.fused.captured, tuple(example), self._options())
+        inputs = tuple(example)
+        return self._start(stacked, self.fused.captured, inputs, self._options(), checks)
 
     def _options(self) -> ArrayOptions:
         models = []
@@ -194,19 +199,35 @@ class Array(Closing):
     def leave(self, *numbers: int) -> None:
         """Remove models from training; each keeps its state, and the others continue unchanged.
 
-        The memory of the removed models is freed: the rest are compiled as a smaller array. Raises
-        InputError for a model that is not active.
+        The memory of the removed models is freed: the rest are compiled as a smaller array. If that
+        fails, every model leaves, each with its state. Raises InputError for a model that is not
+        active, and without numbers.
         """
+        if not numbers:
+            raise InputError("no model is named; pass the numbers of those that leave: leave(0, 2)")
         numbers = tuple(self._active_number(index) for index in numbers)
         states = {i: self._state(i) for i in self.active}
         training = dict(zip(self.active, self._compiled.model_states()))
-        for index in numbers:
-            self._states[index], self._training[index] = states[index], training[index]
+        self._states |= states
+        self._training |= training
         self._compiled.close()
-        self.active = tuple(i for i in self.active if i not in numbers)
-        if self.active:
-            self._compiled = self._made(states)
-            self._compiled.load_model_states([training[i] for i in self.active])
+        staying = tuple(i for i in self.active if i not in numbers)
+        self.active = ()
+        if not staying:
+            return
+        self.active = staying
+        try:
+            self._compiled = self._made(states, checks=False)
+            self._compiled.load_model_states([training[i] for i in staying])
+        except BaseException as error:
+            self.active = ()
+            error.add_note(
+                "Every model has left the array, each with its last state: array.model(i), or "
+                "array.snapshot(i) to restore it in an array that is compiled anew"
+            )
+            raise
+        for index in staying:
+            del self._states[index], self._training[index]
 
     # --- state ---------------------------------------------------------------------------------
 
@@ -384,7 +405,8 @@ class Array(Closing):
         if not 0 <= number < len(self.members):
             raise InputError(
                 f"there is no model {index!r} in an array of {len(self.members)}; pass a number "
-                f"from 0 to {len(self.members) - 1}, such as array.state_dict(0)"
+                f"from 0 to {len(self.members) - 1}, such as array.state_dict(0), and several "
+                "one by one: array.leave(0, 2)"
             )
         return number
 
@@ -415,7 +437,12 @@ class Array(Closing):
         return self._compiled.profile(*self._call_tensors(args, kwargs), num_steps=num_steps)
 
     def report(self) -> str:
-        """A text with the fused ops, the plan, and measurements so far."""
+        """A text with the fused ops, the plan, and measurements so far.
+
+        Raises InputError if every model has left.
+        """
+        if not self.active:
+            raise InputError("every model has left this array, so there is nothing to report")
         return f"{self.fused.describe()}\n{self._compiled.report()}"
 
     def figure(self, name: str = "fusion") -> tuple[Any, Any]:
@@ -510,6 +537,7 @@ def _captures_of(members: Sequence[Member], batches: Sequence[Any]) -> list[Capt
     found: list[Captured] = []
     known: dict[bytes, Captured] = {}
     for member, inputs in zip(members, batches):
+        refuse_hooks(member.model)  # no key has them
         key = capture_key(member.model, member.loss_fn, inputs) if len(members) > 1 else None
         captured = None if key is None else known.get(key)
         if captured is None:

@@ -7,14 +7,15 @@ for each; what an array does not take is refused by name.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autopar.base.errors import InputError
 from autopar.frontend.capture import check_model
+from autopar.frontend.copies import copy_with
 from autopar.frontend.targets import LossFn
 from autopar.runtime.options import RunOptions
 from autopar.runtime.state.optimizers import MakeOptimizer, MakeScheduler
@@ -33,6 +34,13 @@ class Member:
     lr_scheduler: MakeScheduler | None = None
     max_grad_norm: float | None = None
     seed: int = 0
+
+    def apart(self) -> Member:
+        """The member with modules of its own, over the same tensors: whatever the user changes on
+        the model later (its mode, attributes, layers), the array stays as it is."""
+        memo: dict[int, Any] = {}
+        model = copy_with(Tensor.detach, self.model, memo)
+        return replace(self, model=model, loss_fn=copy_with(Tensor.detach, self.loss_fn, memo))
 
 
 _OF_ARRAYS = frozenset(
@@ -55,6 +63,7 @@ def check_array(models: Sequence[Any], example_inputs: Any, keywords: Mapping[st
             "the same model is in the list twice: each model of an array has parameters of its "
             "own; pass copy.deepcopy(model) for the second"
         )
+    _refuse_shared(models)
     if example_inputs is None:
         raise InputError(
             "an array is compiled at once: pass example_inputs=, a batch for all models or a list "
@@ -68,6 +77,21 @@ def check_array(models: Sequence[Any], example_inputs: Any, keywords: Mapping[st
                 "micro-batches, no offloading and no precision but its models' own; leave it out, "
                 "or compile the models one by one"
             )
+
+
+def _refuse_shared(models: Sequence[nn.Module]) -> None:
+    """Raise InputError for a parameter that several models would train."""
+    owners: dict[int, tuple[int, str]] = {}
+    for number, model in enumerate(models):
+        for name, parameter in model.named_parameters():
+            first, known = owners.setdefault(id(parameter), (number, name))
+            if first != number and parameter.requires_grad:
+                raise InputError(
+                    f"models {first} and {number} share the parameter {known!r}, which both would "
+                    "train: each model of an array has parameters of its own. Pass a "
+                    "copy.deepcopy() of one of the models, or freeze what they share: "
+                    "parameter.requires_grad_(False)"
+                )
 
 
 def members_of(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.frontend.capture import Step
+from autopar.frontend.copies import copy_with
 from autopar.frontend.reader import loss_fn_name
 from autopar.frontend.signature import Signature
 from autopar.frontend.targets import LossFn
@@ -22,14 +23,19 @@ from autopar.fusion.fuse import LOSSES, Fused, Slice
 class _Calls:
     """The models, and how each is called.
 
-    All copies of a `StackedModels` share it, as they hold every tensor of the models themselves.
+    Copies of a `StackedModels` hold every tensor themselves, so copies of this share those of the
+    models, but not the modules, whose calls may change what they keep in Python.
     """
 
     def __init__(self, steps: Sequence[Step], signatures: Sequence[Signature]) -> None:
         self.steps, self.signatures = tuple(steps), tuple(signatures)
 
-    def __deepcopy__(self, _: Any) -> _Calls:
-        return self
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Calls:
+        return _Calls([copy_with(_itself, step, memo) for step in self.steps], self.signatures)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class StackedModels(nn.Module):

@@ -81,7 +81,9 @@ def array_of(
 ) -> Array:
     """As ``autopar.compile([...])``, under a drawn strategy, or one searched by roofline prices."""
 
-    def start(stacked: StackedModels, captured: Captured, _: Any, options: ArrayOptions) -> OnGroup:
+    def start(
+        stacked: StackedModels, captured: Captured, _: Any, options: ArrayOptions, _checks: bool
+    ) -> OnGroup:
         if is_searched:
             cluster = Cluster.detect(mesh.num_devices)
             program = make_planned(captured, cluster, space_of(mesh.num_devices)).program

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.base.errors import InputError, NonFiniteError, OptimizerError
+from autopar.base.errors import CaptureError, InputError, NonFiniteError, OptimizerError
 from autopar.fusion.array import Array, Snapshot
 from autopar.fusion.members import members_of
 from autopar.runtime.runners.local import LocalRunner
@@ -415,3 +415,52 @@ def test_an_array_has_the_figures_of_its_fusion_and_of_its_plan() -> None:
             array.figure("fusoin")
         with pytest.raises(InputError, match="the plan has no figure 'offload'"):
             array.figure("offload")
+
+
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).square().mean()
+
+
+def test_hooks_and_shared_parameters_of_any_model_are_refused() -> None:
+    models, x = [Hooked(), Hooked()], torch.randn(4, 4)
+    compiled = functools.partial(
+        autopar.compile, devices=1, example_inputs=x, profile_limit_s=0,
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+    )  # fmt: skip
+    handle = models[1].linear.weight.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(CaptureError, match=r"linear\.weight.* has a hook"):
+        compiled(models)
+    handle.remove()
+    models[1].linear = models[0].linear
+    with pytest.raises(InputError, match=r"models 0 and 1 share the parameter 'linear\.weight'"):
+        compiled(models)
+    models[0].linear.requires_grad_(False)
+    with pytest.raises(InputError, match="cannot be trained"):
+        compiled(models)
+
+
+def test_a_model_leaves_whatever_became_of_the_originals_and_of_others() -> None:
+    models, x = [Hooked(), Hooked(), Hooked()], torch.randn(4, 4)
+    array = autopar.compile(
+        models, 1, example_inputs=x, profile_limit_s=0, nonfinite="skip",
+        optimizer=[functools.partial(torch.optim.SGD, lr=lr) for lr in (0.1, 0.2, 1e30)],
+    )  # fmt: skip
+    assert isinstance(array, Array)
+    with array:
+        for _ in range(4):
+            array.train_step(x)
+        before = array.state_dict(1)
+        models[1].linear = nn.Linear(4, 7)
+        models[0].eval().half()
+        array.leave(0)
+        assert array.active == (1, 2)
+        torch.testing.assert_close(array.state_dict(1), before)
+        assert array.model(0).linear.weight.dtype == torch.float32
+        array.train_step(x)
+        with pytest.raises(InputError, match="no model is named"):
+            array.leave()

@@ -325,6 +325,9 @@ def check_optimizer_here(program: RankProgram, options: RankOptions) -> None:
     """Refuse optimizers before anything is sent, by building them over unwritten memory."""
     if options.optimizer is None:
         return
+    if options.array is not None:  # each model's optimizer, of its own rows
+        check_models(options.array, program.parameters, program.mesh)
+        return
     parameters = {
         p.name: nn.Parameter(
             torch.empty(local_shape(p.shape, p.stored, program.mesh), dtype=p.dtype)
@@ -335,8 +338,6 @@ def check_optimizer_here(program: RankProgram, options: RankOptions) -> None:
     optimizer = make_optimizer(options.optimizer, parameters, program.parameters, program.mesh)
     if options.lr_scheduler is not None:
         options.lr_scheduler(optimizer)
-    if options.array is not None:
-        check_models(options.array, program.parameters, program.mesh)
 
 
 def _refuse_local(local: bool) -> None:
