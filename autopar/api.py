@@ -371,13 +371,13 @@ def _array(
     def start(
         stacked: nn.Module, captured: Captured, inputs: Any, array: ArrayOptions, checks: bool
     ) -> Compiled:
-        asked = options.keywords  # type: ignore[attr-defined]
         made = options(
-            check_gradients=checks and asked["check_gradients"], loss_fn=None,
-            optimizer=array.models[0].optimizer, lr_scheduler=None, max_grad_norm=None, seed=None,
-            array=array,
+            loss_fn=None, optimizer=array.models[0].optimizer, lr_scheduler=None,
+            max_grad_norm=None, seed=None, array=array,
             nonfinite="skip" if nonfinite == LEAVE else nonfinite,
         )  # fmt: skip
+        if not checks:
+            made = replace(made, check_gradients=False)
         compiler = _Compiler(stacked, devices, made, progress=progress)
         return compiler.compile(inputs, captured)
 

@@ -3,7 +3,8 @@
 ``assert torch.isfinite(x).all()`` and ``if (ids < 0).any(): raise ValueError(...)`` read a value to
 decide whether to raise, and so do the distributions of ``torch.distributions``. While the model is
 traced there are no values: the answer is the one with which nothing is raised, and a warning names
-the line. Every other decision by a value is refused.
+the line. Every other decision by a value is refused, also in a ``try`` that has handlers; handlers
+in functions further up the stack are not looked for.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LOGGER = logging.getLogger("autopar")
+_log = logging.getLogger(__name__)
 
 _TRUTHS = frozenset(
     {
@@ -35,7 +36,8 @@ _UNIT = 2
 """Bytes of an instruction."""
 
 End = tuple[int | None, int | None]
-"""Line and column behind an expression; Python moves the beginning of calls over several lines."""
+"""Line and column behind an expression. Its beginning is no key: for a method call on several lines
+Python reports that of the method's name."""
 
 
 def is_truth(function: Any, args: tuple[Any, ...]) -> bool:
@@ -46,24 +48,23 @@ def is_truth(function: Any, args: tuple[Any, ...]) -> bool:
 
 
 def passing_answer(frame: FrameType) -> bool | None:
-    """What an expression that a frame evaluates must be so that its check raises nothing; None if
-    it is not part of such a check."""
+    """The truth value with which the assertion or conditional ``raise`` that a frame is evaluating
+    raises nothing; None outside of such a check."""
     code, place = frame.f_code, frame.f_lasti // _UNIT
-    if opcode.opname[code.co_code[frame.f_lasti]].startswith("POP_JUMP"):
-        place -= 1  # the jump has the place of the whole statement, what is before it that of x
+    name = opcode.opname[code.co_code[frame.f_lasti]]
+    if name.startswith("POP_JUMP"):
+        place -= 1  # a jump has the position of its statement, the instruction before it x's own
     _, end_line, _, end_column = next(islice(code.co_positions(), place, None))
     answers = _answers("".join(linecache.getlines(code.co_filename, frame.f_globals)))
-    return answers.get((end_line, end_column))
+    node, answer = answers.get((end_line, end_column), (None, None))
+    # `flag is bool(x)` ends where bool(x) does, whose answer is then not that of the check
+    return None if "CALL" in name and not isinstance(node, ast.Call) else answer
 
 
+@lru_cache(maxsize=1024)  # one warning for each line
 def warn_of(line: str) -> None:
-    """Say that a check is taken to pass, once for each line."""
-    _warn_once(line)
-
-
-@lru_cache(maxsize=1024)
-def _warn_once(line: str) -> None:
-    LOGGER.warning(
+    """Warn that the check at a line is taken to pass."""
+    _log.warning(
         "the check of tensor values at %s is made in eager mode only: a compiled model takes it to "
         "pass",
         line,
@@ -71,13 +72,13 @@ def _warn_once(line: str) -> None:
 
 
 @lru_cache(maxsize=64)
-def _answers(source: str) -> dict[End, bool]:
-    """By its end in a source text, what each part of a check must be."""
+def _answers(source: str) -> dict[End, tuple[ast.expr, bool]]:
+    """The parts of the checks in a source text, by their ends, with their passing answers."""
     try:
         tree = ast.parse(source)
     except SyntaxError:
         return {}
-    found: dict[End, bool] = {}
+    found: dict[End, tuple[ast.expr, bool]] = {}
     for node in _not_caught(tree):
         if isinstance(node, ast.Assert):
             _note(node.test, True, found)
@@ -87,7 +88,8 @@ def _answers(source: str) -> dict[End, bool]:
 
 
 def _not_caught(node: ast.AST) -> Iterator[ast.AST]:
-    """All parts of some code but those whose errors it catches, which are no checks."""
+    """A syntax tree's nodes without the bodies of ``try`` with handlers, where to raise is to
+    choose a branch."""
     yield node
     for name, part in ast.iter_fields(node):
         if name == "body" and isinstance(node, ast.Try) and node.handlers:
@@ -97,13 +99,13 @@ def _not_caught(node: ast.AST) -> Iterator[ast.AST]:
                 yield from _not_caught(each)
 
 
-def _note(node: ast.expr, answer: bool, found: dict[End, bool]) -> None:
-    """Note an expression that must be ``answer``, and the parts that make it so.
+def _note(node: ast.expr, answer: bool, found: dict[End, tuple[ast.expr, bool]]) -> None:
+    """Note an expression that must be ``answer``, and its operands.
 
-    Of those with the same end it is the innermost whose truth is asked for.
+    Where several end alike, the innermost counts: Python tests no other.
     """
     is_without = isinstance(node, ast.Compare) and isinstance(node.ops[-1], ast.NotIn)
-    found[node.end_lineno, node.end_col_offset] = answer is not is_without
+    found[node.end_lineno, node.end_col_offset] = node, answer is not is_without
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         _note(node.operand, not answer, found)
     elif isinstance(node, ast.BoolOp):

@@ -212,10 +212,9 @@ class Array(Closing):
         self._training |= training
         self._compiled.close()
         staying = tuple(i for i in self.active if i not in numbers)
-        self.active = ()
+        self.active = staying
         if not staying:
             return
-        self.active = staying
         try:
             self._compiled = self._made(states, checks=False)
             self._compiled.load_model_states([training[i] for i in staying])

@@ -31,11 +31,7 @@ class _Calls:
         self.steps, self.signatures = tuple(steps), tuple(signatures)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Calls:
-        return _Calls([copy_with(_itself, step, memo) for step in self.steps], self.signatures)
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
+        return _Calls([copy_with(lambda x: x, step, memo) for step in self.steps], self.signatures)
 
 
 class StackedModels(nn.Module):

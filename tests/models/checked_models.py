@@ -104,4 +104,10 @@ def compared(x: Tensor) -> Tensor:
     return x
 
 
-DECISIONS = [branched, assigned, caught, compared]
+def told_apart(x: Tensor) -> Tensor:
+    wanted = False
+    assert wanted is bool((x > 1e9).any())
+    return x
+
+
+DECISIONS = [branched, assigned, caught, compared, told_apart]
